@@ -1,0 +1,123 @@
+"""How near to the definition a result must be."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from attention_case import Case, ceil_div
+from torch import Tensor
+
+from paged_attn import reference
+
+# Below this many elements a mean error says little about rounding.
+MEAN_ELEMENTS = 4096
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Many small operations: waking a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance between neighbouring numbers of `dtype` at |values|."""
+    info = torch.finfo(dtype)
+    magnitude = values.double().abs().clamp(min=info.smallest_normal)
+    return info.eps * torch.exp2(torch.floor(torch.log2(magnitude)))
+
+
+def plain_pytorch(case: Case) -> Tensor:
+    """Gather, then softmax, as one writes it in PyTorch: the storage dtype, a softmax in fp32."""
+    num_heads, head_dim = case.q.shape[-2:]
+    scale = case.options.get("scale")
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    num_kv_heads = case.k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    out = torch.zeros_like(case.q, memory_format=torch.contiguous_format)
+    for b in range(case.block_tables.shape[0]):
+        select = case.rows_of(b)
+        q = case.q[select].reshape(-1, num_heads, head_dim)
+        context_len = int(case.context_lens[b])
+        if context_len <= 0 or q.shape[0] == 0:
+            continue
+        blocks = case.block_tables[b, : ceil_div(context_len, case.k_cache.shape[1])].long()
+        keys = case.k_cache[blocks].flatten(0, 1)[:context_len]
+        values = case.v_cache[blocks].flatten(0, 1)[:context_len]
+        grouped = q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = (grouped @ keys.permute(1, 2, 0)) * scale
+        position = torch.arange(q.shape[0], device=q.device) + context_len - q.shape[0]
+        hidden = torch.arange(context_len, device=q.device) > position[:, None]
+        scores = scores.masked_fill(hidden.repeat(group, 1), -math.inf)
+        weights = scores.float().softmax(-1).to(q.dtype)
+        rows = (weights @ values.transpose(0, 1)).unflatten(1, (group, -1))
+        rows = rows.permute(2, 0, 1, 3).flatten(1, 2)
+        rows[position < 0] = 0
+        out[select] = rows.reshape(out[select].shape)
+    return out
+
+
+def largest_value(case: Case) -> float:
+    """Largest |V| that a query may see."""
+    values = case.v_cache[case.all_live_slots()]
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def assert_accurate(case: Case, out: Tensor, lse: Tensor | None = None) -> None:
+    """Holds out, and lse if given, to the accuracy bar.
+
+    Largest error at most max(plain PyTorch's, one ulp at the largest |out|) + 1e-5 * largest |V|;
+    mean error at most plain PyTorch's + 1e-5 * largest |V|; two ulp where plain PyTorch overflows;
+    lse within 1e-5 * max(1, |lse|).
+    """
+    assert out.shape == case.q.shape
+    assert out.dtype == case.q.dtype
+    with one_thread():
+        expected, expected_lse = reference.decode_with_lse(*case.args, **case.options)
+        plain = plain_pytorch(case)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isinf(), torch.zeros_like(out, dtype=torch.bool))
+    error = (out.double() - expected).abs()
+    overflowed = ~plain.isfinite() & expected.isfinite()
+    judged = plain.isfinite() & expected.isfinite()
+    if bool(overflowed.any()):
+        units = error[overflowed] / ulp(expected[overflowed], out.dtype)
+        assert float(units.max()) <= 2.0, f"{float(units.max()):.3g} ulp where plain overflows"
+    if bool(judged.any()):
+        plain_error = (plain.double() - expected).abs()[judged]
+        slack = 1e-5 * largest_value(case)
+        unit = ulp(expected[judged].abs().max(), out.dtype)
+        bar = max(float(plain_error.max()), float(unit)) + slack
+        worst = float(error[judged].max())
+        assert worst <= bar, f"largest error {worst:.3g}, allowed {bar:.3g}"
+        if int(judged.sum()) >= MEAN_ELEMENTS:
+            bar = float(plain_error.mean()) + slack
+            mean = float(error[judged].mean())
+            assert mean <= bar, f"mean error {mean:.4g}, allowed {bar:.4g}"
+    if lse is not None:
+        assert_lse(lse, expected_lse)
+
+
+def assert_lse(lse: Tensor, expected: Tensor) -> None:
+    assert lse.shape == expected.shape
+    assert lse.dtype == torch.float32
+    finite = expected.isfinite()
+    same = (lse.double() == expected) | (lse.isnan() & expected.isnan())
+    assert bool(same[~finite].all()), "an infinite or NaN lse differs"
+    error = (lse.double() - expected).abs()[finite] / expected.abs().clamp(min=1.0)[finite]
+    assert not bool((~(error <= 1e-5)).any()), f"lse error {float(error.max()):.3g}"
+
+
+def assert_same_bits(first: Tensor, second: Tensor) -> None:
+    """Bitwise equality, NaN payloads aside."""
+    assert first.shape == second.shape
+    assert first.dtype == second.dtype
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[first.element_size()]
+    a, b = first.contiguous().view(size), second.contiguous().view(size)
+    differ = (a != b) & ~(first.isnan() & second.isnan())
+    assert not bool(differ.any()), f"{int(differ.sum())} of {a.numel()} elements differ"

@@ -1,0 +1,240 @@
+"""Builds inputs of the ops: pools in every layout, shuffled block tables, ragged queries."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("NHD", "HND", "mixed", "interleaved", "packed", "layers", "gaps")
+Q_LAYOUTS = ("contiguous", "qkv", "heads_first")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Draw:
+    """A Python and a torch generator with one seed."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.seed = seed
+        self.device = device
+        self.rng = random.Random(seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def again(self) -> Draw:
+        """One that draws the same numbers from the start."""
+        return Draw(self.seed, self.device)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = torch.randn(shape, generator=self.generator, device=self.device)
+        return values.to(dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Uniform in low ... high, both included."""
+        drawn = torch.randint(low, high + 1, shape, generator=self.generator, device=self.device)
+        return drawn.to(dtype)
+
+
+@dataclass
+class Case:
+    """Arguments of one decode call, and what they were built from."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    cu_seqlens_q: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def args(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.context_lens,
+            self.cu_seqlens_q,
+        )
+
+    def with_(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def decode(self, **options: Any) -> Tensor:
+        return torch.ops.paged_attn.decode(*self.args, **{**self.options, **options})
+
+    def decode_with_lse(self, **options: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.paged_attn.decode_with_lse(*self.args, **{**self.options, **options})
+
+    def rows_of(self, sequence: int) -> slice | int:
+        """What selects a sequence's rows in out and lse."""
+        if self.cu_seqlens_q is None:
+            return sequence
+        return slice(int(self.cu_seqlens_q[sequence]), int(self.cu_seqlens_q[sequence + 1]))
+
+    def live_slots(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """(blocks, offsets) of the sequence's positions 0 ... context_len - 1."""
+        block_size = self.k_cache.shape[1]
+        length = max(0, int(self.context_lens[sequence]))
+        positions = torch.arange(length, device=self.q.device)
+        columns = torch.div(positions, block_size, rounding_mode="floor")
+        return self.block_tables[sequence][columns].long(), positions % block_size
+
+    def all_live_slots(self) -> tuple[Tensor, Tensor]:
+        slots = [self.live_slots(b) for b in range(self.block_tables.shape[0])]
+        empty = torch.zeros(0, dtype=torch.long, device=self.q.device)
+        blocks = torch.cat([empty, *(block for block, _ in slots)])
+        return blocks, torch.cat([empty, *(offset for _, offset in slots)])
+
+    def sequence(self, b: int) -> Case:
+        """Sequence b alone, in a batch of one, over the same pool."""
+        rows = self.rows_of(b)
+        alone = self.with_(
+            q=self.q[rows] if isinstance(rows, slice) else self.q[b : b + 1],
+            block_tables=self.block_tables[b : b + 1],
+            context_lens=self.context_lens[b : b + 1].clone(),
+        )
+        if isinstance(rows, slice):
+            cu = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=self.q.device)
+            alone = alone.with_(cu_seqlens_q=cu)
+        return alone
+
+
+def pools(
+    layout: str,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    fill: float | None = float("nan"),
+) -> tuple[Tensor, Tensor]:
+    """K and V caches of logical shape [N, S, G, D] in one of `LAYOUTS`; None leaves them unset."""
+    n, s, g, d = num_blocks, block_size, num_kv_heads, head_dim
+
+    def new(*shape: int) -> Tensor:
+        if fill is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
+    if layout == "NHD":
+        return new(n, s, g, d), new(n, s, g, d)
+    if layout == "HND":
+        return new(n, g, s, d).transpose(1, 2), new(n, g, s, d).transpose(1, 2)
+    if layout == "mixed":
+        return new(n, s, g, d), new(n, g, s, d).transpose(1, 2)
+    if layout == "interleaved":
+        k_cache, v_cache = new(n, 2, s, g, d).unbind(1)
+        return k_cache, v_cache
+    if layout == "packed":
+        pool = new(n, g, s, 2 * d).transpose(1, 2)
+        return pool[..., :d], pool[..., d:]
+    if layout == "layers":
+        pool = new(n, 3, 2, s, g, d)[:, 1]
+        return pool[:, 0], pool[:, 1]
+    if layout == "gaps":
+        return new(n, s + 1, g + 2, d + 16)[:, :s, 1 : g + 1, :d], new(n, s, g, d + 8)[..., :d]
+    raise ValueError(layout)
+
+
+def queries(
+    layout: str, shape: Sequence[int], num_kv_heads: int, draw: Draw, dtype: torch.dtype
+) -> Tensor:
+    """Random q of a shape [..., H, D] in one of `Q_LAYOUTS`, NaN between its rows."""
+    values = draw.normal(*shape, dtype=dtype)
+    if layout == "contiguous":
+        return values
+    *rows, num_heads, head_dim = shape
+    if layout == "qkv":
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        packed = torch.full((*rows, width), float("nan"), dtype=dtype, device=draw.device)
+        q = packed[..., : num_heads * head_dim].unflatten(-1, (num_heads, head_dim))
+    elif layout == "heads_first":
+        packed = torch.full(
+            (num_heads, *rows, head_dim + 8), float("nan"), dtype=dtype, device=draw.device
+        )
+        q = packed.movedim(0, -2)[..., :head_dim]
+    else:
+        raise ValueError(layout)
+    q.copy_(values)
+    return q
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def build(
+    draw: Draw,
+    lens: Sequence[int],
+    *,
+    query_len: int | Sequence[int] | None = None,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float16,
+    layout: str = "NHD",
+    q_layout: str = "contiguous",
+    num_blocks: int | None = None,
+    spare_columns: int = 2,
+    padding: int = -1,
+    outside_rows: tuple[int, int] = (0, 0),
+    fill: float | None = float("nan"),
+    scale: float | None = None,
+) -> Case:
+    """A decode call over normal K, V and q.
+
+    Args:
+        lens: Context length of each sequence.
+        query_len: None for q [B, H, D], an int for [B, Q, H, D], a list for ragged q [T, H, D].
+        num_blocks: Blocks of the pool; by default three more than the sequences need.
+        padding: Value of the table entries past each sequence's live part.
+        outside_rows: Rows of ragged q before the first and after the last sequence.
+        fill: What every slot that no sequence owns holds; None leaves them as allocated.
+    """
+    device = draw.device
+    needed = [ceil_div(max(length, 0), block_size) for length in lens]
+    if num_blocks is None:
+        num_blocks = sum(needed) + 3
+    order = draw.rng.sample(range(num_blocks), sum(needed))
+    width = max(needed, default=0) + spare_columns
+    rows = []
+    for count in needed:
+        rows.append(order[:count] + [padding] * (width - count))
+        order = order[count:]
+    tables = torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(lens), width)
+
+    cu_seqlens_q = None
+    if query_len is None:
+        shape: tuple[int, ...] = (len(lens), num_heads, head_dim)
+    elif isinstance(query_len, int):
+        shape = (len(lens), query_len, num_heads, head_dim)
+    else:
+        ends = [outside_rows[0]]
+        for length in query_len:
+            ends.append(ends[-1] + length)
+        cu_seqlens_q = torch.tensor(ends, dtype=torch.int32, device=device)
+        shape = (ends[-1] + outside_rows[1], num_heads, head_dim)
+
+    k_cache, v_cache = pools(
+        layout, num_blocks, block_size, num_kv_heads, head_dim, dtype, device, fill
+    )
+    case = Case(
+        q=queries(q_layout, shape, num_kv_heads, draw, dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=tables,
+        context_lens=torch.tensor(list(lens), dtype=torch.int32, device=device),
+        cu_seqlens_q=cu_seqlens_q,
+        options={} if scale is None else {"scale": scale},
+    )
+    slots = case.all_live_slots()
+    for cache in (k_cache, v_cache):
+        cache[slots] = draw.normal(slots[0].numel(), num_kv_heads, head_dim, dtype=dtype)
+    return case

@@ -1,0 +1,64 @@
+"""Fixtures that every test shares: the device, fresh and repeatable random inputs, checks mode."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_case import Draw
+
+import paged_attn
+
+SESSION_SEED = int(os.environ.get("PAGED_ATTN_TEST_SEED", secrets.randbelow(2**31)))
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_report_header() -> str:
+    return f"paged_attn inputs: PAGED_ATTN_TEST_SEED={SESSION_SEED}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.failed:
+        command = f"PAGED_ATTN_TEST_SEED={SESSION_SEED} pytest '{item.nodeid}'"
+        report.sections.append(("repeat with", command))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every test that takes it runs on the CPU and, where there is one, on the GPU."""
+    return request.param
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """Random numbers of this test in this session: other ones next time, the same for one seed."""
+    seed = (SESSION_SEED + zlib.crc32(request.node.name.encode())) % 2**31
+    params = getattr(request.node, "callspec", None)
+    device = params.params.get("device", "cpu") if params else "cpu"
+    if request.node.get_closest_marker("gpu"):
+        device = "cuda"
+    return Draw(seed, device)
+
+
+@pytest.fixture
+def checks() -> Iterator[None]:
+    """Checks mode for the length of a test."""
+    previous = paged_attn.set_checks(True)
+    yield
+    paged_attn.set_checks(previous)

@@ -1,0 +1,395 @@
+"""Every wrong argument of every op raises an error that names it, and nothing is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_accurate
+from attention_case import Case, Draw, build
+
+Arguments = dict[str, Any]
+Mutation = Callable[[Arguments], Any]
+
+HEADS, KV_HEADS, DIM = 6, 2, 64
+CANARY = 3.0
+OVERLOADS = ("decode", "decode.out", "decode_with_lse", "decode_with_lse.out")
+TENSORS = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "block_tables",
+    "context_lens",
+    "cu_seqlens_q",
+    "alibi_slopes",
+    "sinks",
+    "k_scale",
+    "v_scale",
+)
+
+
+def decode_arguments(draw: Draw, query_len: Any = None) -> Arguments:
+    case = build(draw, [40, 17, 1], query_len=query_len, num_heads=HEADS, head_dim=DIM, fill=0.0)
+    arguments = dict(zip(TENSORS, case.args, strict=False))
+    arguments["out"] = torch.full_like(case.q, CANARY)
+    arguments["lse"] = torch.full(case.q.shape[:-1], CANARY, device=draw.device)
+    return arguments
+
+
+def call(overload: str, arguments: Arguments) -> Any:
+    name, _, variant = overload.partition(".")
+    op = getattr(getattr(torch.ops.paged_attn, name), variant or "default")
+    outputs = {"decode.out": {"out"}, "decode_with_lse.out": {"out", "lse"}}.get(overload, set())
+    tensors = [arguments.get(key) for key in TENSORS]
+    options = {
+        key: value
+        for key, value in arguments.items()
+        if key not in TENSORS and (key not in ("out", "lse") or key in outputs)
+    }
+    return op(*tensors, **options)
+
+
+def contiguous_as(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def every_other(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape with stride 2 in the last dimension."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def reshaped(name: str, shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Mutation:
+    return lambda a: a.update({name: contiguous_as(a[name], shape(a[name]))})
+
+
+def cast(name: str, dtype: torch.dtype) -> Mutation:
+    return lambda a: a.update({name: a[name].to(dtype)})
+
+
+def strided(name: str) -> Mutation:
+    return lambda a: a.update({name: every_other(a[name])})
+
+
+def option(name: str, value: Any) -> Mutation:
+    return lambda a: a.update({name: value})
+
+
+def head_dim(value: int) -> Mutation:
+    def mutate(a: Arguments) -> None:
+        for name in ("q", "out", "k_cache", "v_cache"):
+            a[name] = contiguous_as(a[name], (*a[name].shape[:-1], value))
+
+    return mutate
+
+
+def all_as(dtype: torch.dtype) -> Mutation:
+    def mutate(a: Arguments) -> None:
+        for name in ("q", "out", "k_cache", "v_cache"):
+            a[name] = a[name].to(dtype)
+
+    return mutate
+
+
+# (what is wrong, mutation, the argument that the message names)
+WRONG_DECODE: list[tuple[str, Mutation, str]] = [
+    ("q of rank 2", reshaped("q", lambda t: t.shape[:2]), "q"),
+    ("q of rank 5", reshaped("q", lambda t: (1, 1, *t.shape)), "q"),
+    ("q of another batch", reshaped("q", lambda t: (4, *t.shape[1:])), "q"),
+    ("heads not a multiple", reshaped("q", lambda t: (3, 5, DIM)), "q"),
+    ("fewer heads than KV heads", reshaped("q", lambda t: (3, 1, DIM)), "q"),
+    ("no heads", reshaped("q", lambda t: (3, 0, DIM)), "q"),
+    ("q's last dim strided", strided("q"), "q"),
+    ("float64", all_as(torch.float64), "q"),
+    ("integers", all_as(torch.int16), "q"),
+    ("head dim 0", head_dim(0), "q"),
+    ("head dim 4", head_dim(4), "q"),
+    ("head dim 60", head_dim(60), "q"),
+    ("head dim 264", head_dim(264), "q"),
+    ("k_cache of rank 3", reshaped("k_cache", lambda t: t.shape[1:]), "k_cache"),
+    ("k_cache of rank 5", reshaped("k_cache", lambda t: (1, *t.shape)), "k_cache"),
+    ("v_cache of rank 3", reshaped("v_cache", lambda t: t.shape[1:]), "v_cache"),
+    ("k_cache of q's other dtype", cast("k_cache", torch.bfloat16), "k_cache"),
+    ("v_cache of another dtype", cast("v_cache", torch.float32), "v_cache"),
+    ("k_cache of another head dim", reshaped("k_cache", lambda t: (*t.shape[:3], 72)), "k_cache"),
+    ("v_cache of another head dim", reshaped("v_cache", lambda t: (*t.shape[:3], 72)), "v_cache"),
+    ("v_cache of another pool", reshaped("v_cache", lambda t: (1, *t.shape[1:])), "v_cache"),
+    (
+        "v_cache of another block size",
+        reshaped("v_cache", lambda t: (t.shape[0], 8, *t.shape[2:])),
+        "v_cache",
+    ),
+    (
+        "v_cache of other KV heads",
+        reshaped("v_cache", lambda t: (*t.shape[:2], 1, DIM)),
+        "v_cache",
+    ),
+    ("k_cache's last dim strided", strided("k_cache"), "k_cache"),
+    ("v_cache's last dim strided", strided("v_cache"), "v_cache"),
+    ("block_tables of rank 1", reshaped("block_tables", lambda t: t.shape[:1]), "block_tables"),
+    (
+        "block_tables of rank 3",
+        reshaped("block_tables", lambda t: (*t.shape, 1)),
+        "block_tables",
+    ),
+    ("block_tables int64", cast("block_tables", torch.int64), "block_tables"),
+    ("block_tables float32", cast("block_tables", torch.float32), "block_tables"),
+    ("block_tables strided", strided("block_tables"), "block_tables"),
+    ("context_lens of rank 2", reshaped("context_lens", lambda t: (3, 1)), "context_lens"),
+    ("context_lens of rank 0", reshaped("context_lens", lambda t: ()), "context_lens"),
+    ("context_lens too short", reshaped("context_lens", lambda t: (2,)), "context_lens"),
+    ("context_lens too long", reshaped("context_lens", lambda t: (4,)), "context_lens"),
+    ("context_lens int64", cast("context_lens", torch.int64), "context_lens"),
+    ("context_lens strided", strided("context_lens"), "context_lens"),
+    ("window 0", option("window", 0), "window"),
+    ("softcap negative", option("softcap", -1.0), "softcap"),
+    ("softcap NaN", option("softcap", float("nan")), "softcap"),
+    ("max_query_len negative", option("max_query_len", -1), "max_query_len"),
+]
+
+WRONG_RAGGED: list[tuple[str, Mutation, str]] = [
+    ("q of rank 4", reshaped("q", lambda t: (1, *t.shape)), "q"),
+    ("cu_seqlens_q of B", reshaped("cu_seqlens_q", lambda t: (3,)), "cu_seqlens_q"),
+    ("cu_seqlens_q too long", reshaped("cu_seqlens_q", lambda t: (5,)), "cu_seqlens_q"),
+    ("cu_seqlens_q of rank 2", reshaped("cu_seqlens_q", lambda t: (4, 1)), "cu_seqlens_q"),
+    ("cu_seqlens_q int64", cast("cu_seqlens_q", torch.int64), "cu_seqlens_q"),
+    ("cu_seqlens_q strided", strided("cu_seqlens_q"), "cu_seqlens_q"),
+]
+
+WRONG_OUTPUTS: list[tuple[str, Mutation, str]] = [
+    ("out of rank 2", reshaped("out", lambda t: t.shape[:2]), "out"),
+    ("out of another batch", reshaped("out", lambda t: (4, HEADS, DIM)), "out"),
+    ("out of other heads", reshaped("out", lambda t: (3, HEADS - 1, DIM)), "out"),
+    ("out of another head dim", reshaped("out", lambda t: (3, HEADS, DIM + 8)), "out"),
+    ("out of another dtype", cast("out", torch.float32), "out"),
+    ("out's last dim strided", strided("out"), "out"),
+    ("lse of another rank", reshaped("lse", lambda t: (*t.shape, 1)), "lse"),
+    ("lse of other heads", reshaped("lse", lambda t: (3, HEADS - 1)), "lse"),
+    ("lse in q's dtype", cast("lse", torch.float16), "lse"),
+]
+
+UNSUPPORTED: list[tuple[str, Mutation, str]] = [
+    ("causal", option("causal", False), "causal"),
+    ("window", option("window", 4), "window"),
+    ("softcap", option("softcap", 30.0), "softcap"),
+    ("batch_invariant", option("batch_invariant", True), "batch_invariant"),
+    (
+        "alibi_slopes",
+        lambda a: a.update(alibi_slopes=torch.zeros(HEADS, device=a["q"].device)),
+        "alibi_slopes",
+    ),
+    ("sinks", lambda a: a.update(sinks=torch.zeros(HEADS, device=a["q"].device)), "sinks"),
+    ("k_scale", lambda a: a.update(k_scale=torch.ones(1, device=a["q"].device)), "k_scale"),
+    ("v_scale", lambda a: a.update(v_scale=torch.ones((), device=a["q"].device)), "v_scale"),
+    (
+        "fp8",
+        lambda a: a.update({n: a[n].to(torch.float8_e4m3fn) for n in ("k_cache", "v_cache")}),
+        "fp8",
+    ),
+]
+
+
+def table(rows: list[tuple[str, Mutation, str]]) -> Any:
+    values = [(mutate, argument) for _, mutate, argument in rows]
+    return pytest.mark.parametrize(
+        ("mutate", "argument"), values, ids=[name.replace(" ", "-") for name, *_ in rows]
+    )
+
+
+def assert_refused(overload: str, arguments: Arguments, argument: str, message: str) -> None:
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+    with pytest.raises(ValueError, match=message) as caught:
+        call(overload, arguments)
+    op = overload.partition(".")[0]
+    assert str(caught.value).startswith(f"paged_attn.{op}: ")
+    for name, value in before.items():
+        assert torch.equal(arguments[name].cpu().double(), value.cpu().double()), name
+
+
+def form(argument: str) -> str:
+    return rf": {re.escape(argument)} must be .+, got .+"
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_the_unspoilt_arguments_are_right(draw: Draw, device: str, overload: str) -> None:
+    for query_len in (None, 2, [2, 1, 1]):
+        call(overload, decode_arguments(draw, query_len))
+
+
+@table(WRONG_DECODE)
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_wrong_decode(
+    draw: Draw, device: str, overload: str, mutate: Mutation, argument: str
+) -> None:
+    arguments = decode_arguments(draw)
+    mutate(arguments)
+    assert_refused(overload, arguments, argument, form(argument))
+
+
+@table(WRONG_RAGGED)
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_wrong_ragged_queries(
+    draw: Draw, device: str, overload: str, mutate: Mutation, argument: str
+) -> None:
+    arguments = decode_arguments(draw, [2, 1, 1])
+    mutate(arguments)
+    assert_refused(overload, arguments, argument, form(argument))
+
+
+@table(WRONG_OUTPUTS)
+def test_wrong_outputs(draw: Draw, device: str, mutate: Mutation, argument: str) -> None:
+    for overload in ("decode.out", "decode_with_lse.out"):
+        if argument == "lse" and overload == "decode.out":
+            continue
+        arguments = decode_arguments(draw)
+        mutate(arguments)
+        assert_refused(overload, arguments, argument, form(argument))
+
+
+@table(UNSUPPORTED)
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_unsupported_options(
+    draw: Draw, device: str, overload: str, mutate: Mutation, argument: str
+) -> None:
+    arguments = decode_arguments(draw)
+    mutate(arguments)
+    assert_refused(overload, arguments, argument, f"{argument}.* is not supported yet")
+
+
+def test_the_tutorials_block_size_is_not_taken_for_an_option(draw: Draw, device: str) -> None:
+    """Its kernel's sixth positional argument."""
+    case = build(draw, [5])
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.ops.paged_attn.decode(*case.args[:5], 16)
+    assert_accurate(case, case.decode())
+
+
+@pytest.mark.parametrize("wrong", [{"scale": "half"}, {"window": 1.5}, {"no_such_option": 1}])
+def test_wrong_python_types(draw: Draw, device: str, wrong: dict[str, Any]) -> None:
+    case = build(draw, [5])
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.ops.paged_attn.decode(*case.args, **wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "argument", ["q", "k_cache", "v_cache", "block_tables", "context_lens", "cu_seqlens_q"]
+)
+def test_tensors_on_two_devices(draw: Draw, argument: str) -> None:
+    arguments = decode_arguments(draw, [2, 1, 1])
+    arguments[argument] = arguments[argument].cpu()
+    named = "(k_cache|q)" if argument == "q" else argument
+    with pytest.raises(ValueError, match=rf"paged_attn\.decode: {named} must be .+, got .+"):
+        call("decode", arguments)
+
+
+def cache_arguments(draw: Draw) -> Arguments:
+    case = build(draw, [40, 17, 1], head_dim=DIM, fill=0.0)
+    return {
+        "key": draw.normal(5, 2, DIM, dtype=torch.float16),
+        "value": draw.normal(5, 2, DIM, dtype=torch.float16),
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "slot_mapping": torch.tensor([3, 1, 40, -1, 9], device=draw.device),
+    }
+
+
+def both(shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Mutation:
+    def mutate(a: Arguments) -> None:
+        for name in ("key", "value"):
+            a[name] = contiguous_as(a[name], shape(a[name]))
+
+    return mutate
+
+
+def cache_dtypes(dtype: torch.dtype) -> Mutation:
+    def mutate(a: Arguments) -> None:
+        for name in ("key", "value", "k_cache", "v_cache"):
+            a[name] = a[name].to(dtype)
+
+    return mutate
+
+
+WRONG_CACHE: list[tuple[str, Mutation, str]] = [
+    ("key of rank 2", reshaped("key", lambda t: t.shape[:2]), "key"),
+    ("key of rank 4", reshaped("key", lambda t: (1, *t.shape)), "key"),
+    ("value of rank 2", reshaped("value", lambda t: t.shape[:2]), "value"),
+    ("value of other tokens", reshaped("value", lambda t: (6, 2, DIM)), "value"),
+    ("value of other heads", reshaped("value", lambda t: (5, 3, DIM)), "value"),
+    ("value of another dtype", cast("value", torch.float32), "value"),
+    ("key and value of other heads", both(lambda t: (5, 3, DIM)), "(key|k_cache)"),
+    ("key and value of another head dim", both(lambda t: (5, 2, 72)), "(key|k_cache)"),
+    ("float64", cache_dtypes(torch.float64), "key"),
+    ("key's last dim strided", strided("key"), "key"),
+    ("value's last dim strided", strided("value"), "value"),
+    ("k_cache of rank 3", reshaped("k_cache", lambda t: t.shape[1:]), "k_cache"),
+    ("v_cache of rank 5", reshaped("v_cache", lambda t: (1, *t.shape)), "v_cache"),
+    ("k_cache of another dtype", cast("k_cache", torch.float32), "k_cache"),
+    ("v_cache of another dtype", cast("v_cache", torch.bfloat16), "v_cache"),
+    ("v_cache of another pool", reshaped("v_cache", lambda t: (1, *t.shape[1:])), "v_cache"),
+    ("v_cache of another head dim", reshaped("v_cache", lambda t: (*t.shape[:3], 72)), "v_cache"),
+    ("k_cache's last dim strided", strided("k_cache"), "k_cache"),
+    ("v_cache's last dim strided", strided("v_cache"), "v_cache"),
+    ("slot_mapping of rank 2", reshaped("slot_mapping", lambda t: (5, 1)), "slot_mapping"),
+    ("slot_mapping of rank 0", reshaped("slot_mapping", lambda t: ()), "slot_mapping"),
+    ("slot_mapping int16", cast("slot_mapping", torch.int16), "slot_mapping"),
+    ("slot_mapping float32", cast("slot_mapping", torch.float32), "slot_mapping"),
+    ("slot_mapping longer than key", reshaped("slot_mapping", lambda t: (6,)), "slot_mapping|key"),
+]
+
+
+@table(WRONG_CACHE)
+def test_wrong_reshape_and_cache(draw: Draw, device: str, mutate: Mutation, argument: str) -> None:
+    arguments = cache_arguments(draw)
+    torch.ops.paged_attn.reshape_and_cache(**arguments)
+    mutate(arguments)
+    before = {name: tensor.clone() for name, tensor in arguments.items()}
+    message = rf"^paged_attn\.reshape_and_cache: ({argument}) must be .+, got .+"
+    with pytest.raises(ValueError, match=message):
+        torch.ops.paged_attn.reshape_and_cache(**arguments)
+    for name, tensor in before.items():
+        assert torch.equal(arguments[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "fp8"])
+def test_unsupported_in_reshape_and_cache(draw: Draw, device: str, name: str) -> None:
+    arguments = cache_arguments(draw)
+    if name == "fp8":
+        for cache in ("k_cache", "v_cache"):
+            arguments[cache] = arguments[cache].to(torch.float8_e4m3fn)
+    else:
+        arguments[name] = torch.ones(1, device=device)
+    with pytest.raises(
+        ValueError, match=rf"^paged_attn\.reshape_and_cache: .*{name}.* is not supported yet"
+    ):
+        torch.ops.paged_attn.reshape_and_cache(**arguments)
+
+
+def later_ops(case: Case) -> dict[str, tuple[Any, ...]]:
+    """The ops that are registered and refuse to run, with right arguments."""
+    key = torch.zeros(case.q.shape[0], 2, 64, dtype=case.q.dtype, device=case.q.device)
+    pairs = torch.zeros(1, 2, dtype=torch.int64, device=case.q.device)
+    caches = [case.k_cache], [case.v_cache]
+    appended = (key, key, case.k_cache, case.v_cache, case.block_tables, case.context_lens)
+    out, lse = case.decode_with_lse()
+    return {
+        "append_kv": appended,
+        "append_decode": (case.q, *appended),
+        "copy_blocks": (*caches, pairs),
+        "swap_blocks": ([case.k_cache], [case.v_cache], pairs.cpu()),
+        "merge_states": ([out], [lse]),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["append_kv", "append_decode", "copy_blocks", "swap_blocks", "merge_states"]
+)
+def test_ops_of_later(draw: Draw, device: str, name: str) -> None:
+    case = build(draw, [5, 9], fill=0.0)
+    before = case.k_cache.clone(), case.v_cache.clone()
+    with pytest.raises(ValueError, match=rf"^paged_attn\.{name}.* is not supported yet"):
+        getattr(torch.ops.paged_attn, name)(*later_ops(case)[name])
+    assert torch.equal(case.k_cache, before[0])
+    assert torch.equal(case.v_cache, before[1])

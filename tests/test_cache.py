@@ -1,0 +1,145 @@
+"""reshape_and_cache writes the named slots, bit for bit, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_same_bits
+from attention_case import DTYPES, LAYOUTS, Draw, pools
+
+from paged_attn import reference
+
+reshape_and_cache = torch.ops.paged_attn.reshape_and_cache
+
+
+def sources(draw: Draw, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """key and value [T, G, D] as engines have them."""
+    packed = draw.normal(tokens, 3, heads, dim, dtype=dtype)
+    by_head = draw.normal(heads, tokens, dim + 8, dtype=dtype).transpose(0, 1)[..., :dim]
+    return {
+        "contiguous": (packed[:, 0].contiguous(), packed[:, 1].contiguous()),
+        "packed": (packed[:, 1], packed[:, 2]),
+        "heads first": (by_head, packed[:, 0]),
+        "expanded": (packed[:1, 0].expand(tokens, -1, -1), packed[:, :1, 0].expand(-1, heads, -1)),
+    }
+
+
+@pytest.mark.parametrize("source", ["contiguous", "packed", "heads first", "expanded"])
+@pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writes_exactly_the_slots(
+    draw: Draw,
+    device: str,
+    dtype: torch.dtype,
+    layout: str,
+    slot_dtype: torch.dtype,
+    source: str,
+) -> None:
+    """Slots of -1 and past the pool are skipped; the bytes between rows survive."""
+    blocks = 7
+    block_size = draw.rng.choice((1, 3, 16, 48))
+    heads = draw.rng.choice((1, 2, 5))
+    dim = draw.rng.choice((8, 64, 72, 128, 256))
+    slots = draw.rng.sample(range(blocks * block_size), 5)
+    limit = blocks * block_size
+    slots = [-1, slots[0], limit, slots[1], slots[2], -(2**31), slots[3], 2**31 - 1, slots[4]]
+    slot_mapping = torch.tensor(slots, dtype=slot_dtype, device=device)
+    key, value = sources(draw, len(slots) + 2, heads, dim, dtype)[source]
+
+    ours = pools(layout, blocks, block_size, heads, dim, dtype, device, fill=2.0)
+    expected = pools(layout, blocks, block_size, heads, dim, dtype, device, fill=2.0)
+    assert reshape_and_cache(key, value, *ours, slot_mapping) is None
+    reference.reshape_and_cache(key, value, *expected, slot_mapping)
+    for cache, wanted in zip(ours, expected, strict=True):
+        assert_same_bits(cache, wanted)
+        assert_same_bits(whole_storage(cache), whole_storage(wanted))
+    assert int((ours[0] != 2.0).any(-1).any(-1).sum()) == 5
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+
+@pytest.mark.parametrize("slot", [2**32, 2**40 + 3, 2**63 - 1, -(2**40), -(2**63)])
+def test_int64_slots_are_not_cut_to_32_bits(draw: Draw, device: str, slot: int) -> None:
+    k_cache, v_cache = pools("NHD", 4, 4, 2, 8, torch.float16, device, fill=2.0)
+    key = draw.normal(1, 2, 8, dtype=torch.float16)
+    reshape_and_cache(key, key, k_cache, v_cache, torch.tensor([slot], device=device))
+    assert bool((k_cache == 2.0).all())
+    assert bool((v_cache == 2.0).all())
+
+
+def test_bits_of_any_value(draw: Draw, device: str) -> None:
+    """NaN payloads, infinities, signed zeros and subnormal numbers arrive as they were."""
+    for dtype, size in ((torch.float16, torch.int16), (torch.float32, torch.int32)):
+        info = torch.iinfo(size)
+        key = draw.integers(info.min, info.max, 16, 2, 64, dtype=size).view(dtype)
+        k_cache, v_cache = pools("NHD", 2, 8, 2, 64, dtype, device, fill=0.0)
+        slots = torch.randperm(16, generator=draw.generator, device=device)
+        reshape_and_cache(key, key.flip(0), k_cache, v_cache, slots)
+        stored = k_cache.view(size).flatten(0, 1)[slots]
+        assert torch.equal(stored, key.view(size))
+        stored = v_cache.view(size).flatten(0, 1)[slots]
+        assert torch.equal(stored, key.flip(0).view(size))
+
+
+def test_key_with_more_rows_than_slots(draw: Draw, device: str) -> None:
+    """Rows of a padded batch: slot_mapping says how many tokens there are."""
+    k_cache, v_cache = pools("NHD", 4, 4, 2, 8, torch.float16, device, fill=0.0)
+    key = draw.normal(9, 2, 8, dtype=torch.float16)
+    reshape_and_cache(key, key, k_cache, v_cache, torch.tensor([5, 2], device=device))
+    assert_same_bits(k_cache[1, 1], key[0])
+    assert_same_bits(k_cache[0, 2], key[1])
+    assert int((k_cache != 0).any(-1).any(-1).sum()) == 2
+
+
+def test_no_tokens_and_no_blocks(draw: Draw, device: str) -> None:
+    k_cache, v_cache = pools("NHD", 4, 4, 2, 8, torch.float16, device, fill=2.0)
+    key = draw.normal(3, 2, 8, dtype=torch.float16)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    reshape_and_cache(key, key, k_cache, v_cache, none)
+    reshape_and_cache(key[:0], key[:0], k_cache, v_cache, none)
+    reshape_and_cache(key, key, k_cache[:0], v_cache[:0], torch.arange(3, device=device))
+    assert bool((k_cache == 2.0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_checks(draw: Draw, device: str, checks: None, dtype: torch.dtype) -> None:
+    """A slot past the pool raises before anything is written; a negative one is still skipped."""
+    k_cache, v_cache = pools("NHD", 4, 4, 2, 8, torch.float16, device, fill=2.0)
+    key = draw.normal(3, 2, 8, dtype=torch.float16)
+    slots = torch.tensor([1, -1, 16], dtype=dtype, device=device)
+    with pytest.raises(IndexError, match=r"^paged_attn\.reshape_and_cache: .*slot_mapping") as err:
+        reshape_and_cache(key, key, k_cache, v_cache, slots)
+    for number in ("2", "16"):
+        assert number in str(err.value)
+    assert bool((k_cache == 2.0).all())
+    reshape_and_cache(key, key, k_cache, v_cache, slots.clamp(max=15))
+    assert_same_bits(k_cache[3, 3], key[2])
+
+
+def test_what_is_written_is_what_decode_reads(draw: Draw, device: str) -> None:
+    """Token by token through the slots of a block table, then one decode."""
+    block_size, length = 4, 11
+    k_cache, v_cache = pools("HND", 6, block_size, 2, 64, torch.float32, device)
+    table = torch.tensor([[4, 0, 5]], dtype=torch.int32, device=device)
+    key, value = draw.normal(length, 2, 64), draw.normal(length, 2, 64)
+    for position in range(length):
+        block = int(table[0, position // block_size])
+        slot = torch.tensor([block * block_size + position % block_size], device=device)
+        reshape_and_cache(
+            key[position : position + 1], value[position : position + 1], k_cache, v_cache, slot
+        )
+    q = draw.normal(1, 4, 64)
+    lens = torch.tensor([length], dtype=torch.int32, device=device)
+    out = torch.ops.paged_attn.decode(q, k_cache, v_cache, table, lens)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.view(4, 1, 64),
+        key.repeat_interleave(2, 1).transpose(0, 1),
+        value.repeat_interleave(2, 1).transpose(0, 1),
+    )
+    torch.testing.assert_close(out[0], expected[:, 0], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,328 @@
+"""Nothing outside is read or written, whatever tables and lengths say; bad content is NaN rows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_accurate, assert_same_bits
+from attention_case import DTYPES, Case, Draw, build
+
+import paged_attn
+
+LENS = [40, 17, 0, 100, 1, 64]
+QUERIES: list[Any] = [None, 3, [2, 1, 0, 4, 1, 9]]
+INT_MAX = 2**31 - 1
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).clone()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("query_len", QUERIES)
+def test_canaries_around_outputs(
+    draw: Draw, device: str, query_len: Any, dtype: torch.dtype
+) -> None:
+    """out and lse are fully written, their surroundings and all inputs keep their bytes."""
+    case = build(draw, LENS, query_len=query_len, num_heads=6, head_dim=72, dtype=dtype)
+    expected, expected_lse = case.decode_with_lse()
+    *rows, heads, dim = case.q.shape
+    margin, canary = 16, 1234.0
+    around = torch.full(
+        (rows[0] + 2, *rows[1:], heads + 2, dim + 2 * margin), canary, dtype=dtype, device=device
+    )
+    out = around[1:-1, ..., 1:-1, margin:-margin]
+    out.fill_(float("nan"))
+    lse_around = torch.full((expected_lse.numel() + 128,), canary, device=device)
+    lse = lse_around[64:-64].view(expected_lse.shape).fill_(float("nan"))
+    inputs = [t for t in case.args if t is not None]
+    before = [bits(t) for t in inputs]
+
+    torch.ops.paged_attn.decode_with_lse.out(*case.args, out=out, lse=lse)
+
+    assert_same_bits(out, expected)
+    assert_same_bits(lse, expected_lse)
+    for tensor, old in zip(inputs, before, strict=True):
+        assert torch.equal(bits(tensor), old)
+    out.fill_(canary)
+    lse.fill_(canary)
+    assert bool((around == canary).all())
+    assert bool((lse_around == canary).all())
+
+
+def edit(case: Case, name: str, index: Any, value: int) -> Case:
+    changed = getattr(case, name).clone()
+    changed[index] = value
+    return case.with_(**{name: changed})
+
+
+BAD_IDS = [-1, -(2**31), INT_MAX, 2147480000]
+
+
+@pytest.mark.parametrize("query_len", QUERIES)
+@pytest.mark.parametrize("column", [0, 3, 6])
+@pytest.mark.parametrize("bad_id", [*BAD_IDS, "N"])
+def test_bad_id_in_the_live_part(
+    draw: Draw, device: str, bad_id: int | str, column: int, query_len: Any
+) -> None:
+    case = build(draw, LENS, query_len=query_len, num_heads=6)
+    bad_id = case.k_cache.shape[0] if isinstance(bad_id, str) else bad_id
+    assert_only_one_is_nan(case, edit(case, "block_tables", (3, column), bad_id), 3)
+
+
+@pytest.mark.parametrize("query_len", QUERIES)
+@pytest.mark.parametrize("past", [1, 16, 1000, INT_MAX])
+def test_length_beyond_the_table(draw: Draw, device: str, past: int, query_len: Any) -> None:
+    case = build(draw, LENS, query_len=query_len, num_heads=6, padding=0)
+    capacity = case.block_tables.shape[1] * 16
+    bad = edit(case, "context_lens", 1, min(capacity + past, INT_MAX))
+    assert_only_one_is_nan(case, bad, 1)
+
+
+def assert_only_one_is_nan(case: Case, bad: Case, sequence: int) -> None:
+    """The sequence's rows are NaN; the others are as if it held some valid length."""
+    out, lse = bad.decode_with_lse()
+    rows = bad.rows_of(sequence)
+    assert bool(out[rows].isnan().all())
+    assert bool(lse[rows].isnan().all())
+    capacity = case.block_tables.shape[1] * case.k_cache.shape[1]
+    candidates = []
+    tables = case.block_tables.clamp(0, case.k_cache.shape[0] - 1)
+    for length in (int(case.context_lens[sequence]), 0, capacity):
+        valid = edit(case.with_(block_tables=tables), "context_lens", sequence, length)
+        valid_out, valid_lse = valid.decode_with_lse()
+        valid_out[rows] = float("nan")
+        valid_lse[rows] = float("nan")
+        candidates.append((valid_out, valid_lse))
+    matches = [
+        torch.equal(out.nan_to_num(7.0), other.nan_to_num(7.0))
+        and torch.equal(lse.nan_to_num(7.0), other_lse.nan_to_num(7.0))
+        for other, other_lse in candidates
+    ]
+    assert any(matches), "the other sequences changed"
+    expected, expected_lse = candidates[0]
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(lse.isnan(), expected_lse.isnan())
+
+
+def test_every_sequence_is_bad(draw: Draw, device: str) -> None:
+    case = build(draw, [40, 17, 1], num_heads=6)
+    bad = case.with_(block_tables=torch.full_like(case.block_tables, INT_MAX))
+    out, lse = bad.decode_with_lse()
+    assert bool(out.isnan().all())
+    assert bool(lse.isnan().all())
+
+
+@pytest.mark.parametrize("query_len", [None, 2, [1, 0, 3]])
+def test_table_without_columns(draw: Draw, device: str, query_len: Any) -> None:
+    case = build(draw, [0, 5, 1], query_len=query_len)
+    case = case.with_(block_tables=case.block_tables[:, :0])
+    out, lse = case.decode_with_lse()
+    assert_accurate_of_nothing(case, out, lse, bad=[1, 2])
+
+
+@pytest.mark.parametrize("query_len", [None, 2, [1, 0, 3]])
+def test_pool_without_blocks(draw: Draw, device: str, query_len: Any) -> None:
+    case = build(draw, [0, 5, 1], query_len=query_len)
+    case = case.with_(k_cache=case.k_cache[:0], v_cache=case.v_cache[:0])
+    out, lse = case.decode_with_lse()
+    assert_accurate_of_nothing(case, out, lse, bad=[1, 2])
+
+
+def assert_accurate_of_nothing(
+    case: Case, out: torch.Tensor, lse: torch.Tensor, bad: list[int]
+) -> None:
+    for b in range(3):
+        rows = case.rows_of(b)
+        if b in bad:
+            assert bool(out[rows].isnan().all())
+            assert bool(lse[rows].isnan().all())
+        else:
+            assert bool((out[rows] == 0).all())
+            assert bool((lse[rows] == float("-inf")).all())
+
+
+# cu_seqlens_q over 8 rows; the rows that must be NaN, and the sequences that must not change.
+BAD_CU = [
+    ([0, 2, 1, 4, 6], [2, 3], [0, 3]),
+    ([0, 2, -1, 4, 6], [2, 3], [0, 3]),
+    ([0, 2, -(2**31), 4, 6], [2, 3], [0, 3]),
+    ([0, 2, 99, 4, 6], [2, 3, 4, 5, 6, 7], [0]),
+    ([0, 2, 4, 6, INT_MAX], [6, 7], [0, 1, 2]),
+    ([0, 2, 4, 6, 9], [6, 7], [0, 1, 2]),
+    ([-3, 2, 4, 6, 8], [0, 1], [1, 2, 3]),
+    ([0, 2, 4, 6, 5], [], [0, 1, 2]),
+]
+
+
+@pytest.mark.parametrize(("cu", "nan_rows", "unchanged"), BAD_CU)
+def test_bad_cu_seqlens(
+    draw: Draw, device: str, cu: list[int], nan_rows: list[int], unchanged: list[int]
+) -> None:
+    case = build(draw, [40, 17, 33, 20], query_len=[2, 2, 2, 0], outside_rows=(0, 2))
+    around = torch.full((12, 4, 64), 5.0, dtype=torch.float16, device=device)
+    lse_around = torch.full((12, 4), 5.0, device=device)
+    out, lse = around[2:10], lse_around[2:10]
+    bad = case.with_(cu_seqlens_q=torch.tensor(cu, dtype=torch.int32, device=device))
+    torch.ops.paged_attn.decode_with_lse.out(*bad.args, out=out, lse=lse)
+    assert out[nan_rows].isnan().all()
+    assert lse[nan_rows].isnan().all()
+    for b in unchanged:
+        alone = case.sequence(b)
+        rows = slice(cu[b], cu[b + 1])
+        alone = alone.with_(
+            q=case.q[rows],
+            cu_seqlens_q=torch.tensor([0, cu[b + 1] - cu[b]], dtype=torch.int32, device=device),
+        )
+        assert_accurate(alone, out[rows], lse[rows])
+    edges = torch.tensor([0, 1, 10, 11], device=device)
+    assert bool((around[edges] == 5.0).all())
+    assert bool((lse_around[edges] == 5.0).all())
+
+
+def test_more_queries_than_promised(draw: Draw, device: str) -> None:
+    case = build(draw, [40, 17, 33], query_len=[2, 5, 3])
+    expected = case.decode()
+    out, lse = case.decode_with_lse(max_query_len=3)
+    assert bool(out[2:7].isnan().all())
+    assert bool(lse[2:7].isnan().all())
+    good = torch.tensor([0, 1, 7, 8, 9], device=device)
+    torch.testing.assert_close(out[good], expected[good], atol=1e-3, rtol=1e-3)
+    assert_accurate(case, *case.decode_with_lse(max_query_len=5))
+    assert_accurate(case, *case.decode_with_lse(max_query_len=INT_MAX))
+
+
+def mentions(message: str, *numbers: int) -> bool:
+    found = {int(n) for n in re.findall(r"-?\d+", message)}
+    return all(number in found for number in numbers)
+
+
+def bad_id(case: Case) -> tuple[Case, str, tuple[int, ...]]:
+    limit = case.k_cache.shape[0]
+    return edit(case, "block_tables", (3, 2), limit), "block_tables", (3, 2, limit)
+
+
+def negative_id(case: Case) -> tuple[Case, str, tuple[int, ...]]:
+    limit = case.k_cache.shape[0]
+    return edit(case, "block_tables", (0, 1), -1), "block_tables", (0, 1, -1, limit)
+
+
+def bad_last_id(case: Case) -> tuple[Case, str, tuple[int, ...]]:
+    return edit(case, "block_tables", (3, 6), INT_MAX), "block_tables", (3, 6, INT_MAX)
+
+
+def too_long(case: Case) -> tuple[Case, str, tuple[int, ...]]:
+    capacity = case.block_tables.shape[1] * 16
+    return edit(case, "context_lens", 4, capacity + 1), "context_lens", (4, capacity + 1, capacity)
+
+
+@pytest.mark.parametrize("query_len", QUERIES)
+@pytest.mark.parametrize("spoil", [bad_id, negative_id, bad_last_id, too_long])
+@pytest.mark.parametrize("op", ["decode", "decode_with_lse"])
+def test_checks_raise_before_writing(
+    draw: Draw,
+    device: str,
+    checks: None,
+    op: str,
+    spoil: Callable[[Case], tuple[Case, str, tuple[int, ...]]],
+    query_len: Any,
+) -> None:
+    """IndexError names sequence, column, value and limit."""
+    case, argument, numbers = spoil(build(draw, LENS, query_len=query_len))
+    out = torch.full_like(case.q, 3.0)
+    outputs = {"out": out}
+    if op == "decode_with_lse":
+        outputs["lse"] = torch.full(case.q.shape[:-1], 3.0, device=device)
+    for call in (getattr(torch.ops.paged_attn, op), getattr(torch.ops.paged_attn, op).out):
+        kwargs = outputs if call is not getattr(torch.ops.paged_attn, op) else {}
+        with pytest.raises(IndexError) as caught:
+            call(*case.args, **kwargs)
+        message = str(caught.value)
+        assert message.startswith(f"paged_attn.{op}: ")
+        assert argument in message
+        assert mentions(message, *numbers), message
+    for tensor in outputs.values():
+        assert bool((tensor == 3.0).all())
+
+
+@pytest.mark.parametrize(
+    ("cu", "numbers"),
+    [
+        ([0, 2, 1, 4, 6], (2, 1)),
+        ([0, 2, -1, 4, 6], (2, -1)),
+        ([0, 2, 4, 6, 9], (4, 9, 8)),
+        ([-3, 2, 4, 6, 8], (0, -3)),
+    ],
+)
+def test_checks_of_cu_seqlens(
+    draw: Draw, device: str, checks: None, cu: list[int], numbers: tuple[int, ...]
+) -> None:
+    case = build(draw, [40, 17, 33, 20], query_len=[2, 2, 2, 0], outside_rows=(0, 2))
+    bad = case.with_(cu_seqlens_q=torch.tensor(cu, dtype=torch.int32, device=device))
+    out = torch.full_like(case.q, 3.0)
+    with pytest.raises(IndexError, match="cu_seqlens_q") as caught:
+        torch.ops.paged_attn.decode.out(*bad.args, out=out)
+    assert mentions(str(caught.value), *numbers)
+    assert bool((out == 3.0).all())
+    with pytest.raises(IndexError, match="max_query_len") as caught:
+        case.decode(max_query_len=1)
+    assert mentions(str(caught.value), 0, 2, 1)
+
+
+def test_checks_let_good_content_pass(draw: Draw, device: str, checks: None) -> None:
+    """Dead entries, zero and negative lengths and rows of no sequence are not bad content."""
+    for query_len in QUERIES:
+        case = build(draw, LENS, query_len=query_len, padding=INT_MAX)
+        assert_accurate(case, *case.decode_with_lse())
+    case = build(draw, [0, -1, 5], padding=-1)
+    assert_accurate(case, *case.decode_with_lse())
+
+
+def test_set_checks_returns_the_previous_setting(draw: Draw, device: str) -> None:
+    first = paged_attn.set_checks(True)
+    try:
+        assert paged_attn.set_checks(False) is True
+        assert paged_attn.set_checks(False) is False
+        case, *_ = bad_id(build(draw, LENS))
+        assert bool(case.decode()[3].isnan().all())
+    finally:
+        paged_attn.set_checks(first)
+
+
+PROGRAM = """
+import torch, paged_attn
+kv = torch.zeros(2, 4, 1, 8)
+table = torch.tensor([[7]], dtype=torch.int32)
+length = torch.tensor([3], dtype=torch.int32)
+try:
+    out = torch.ops.paged_attn.decode(torch.zeros(1, 1, 8), kv, kv, table, length)
+    print("nan" if out.isnan().all() else "wrong")
+except IndexError as error:
+    print("IndexError", error)
+print(paged_attn.set_checks(False))
+"""
+
+
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_checks_from_the_environment(value: str | None) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PAGED_ATTN_CHECK"}
+    if value is not None:
+        environment["PAGED_ATTN_CHECK"] = value
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    first, second = run.stdout.splitlines()
+    if value == "1":
+        assert first.startswith("IndexError paged_attn.decode: ")
+        assert second == "True"
+    else:
+        assert (first, second) == ("nan", "False")
