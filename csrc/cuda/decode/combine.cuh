@@ -1,0 +1,283 @@
+// From row states to results: the token lanes of a block are merged through shared memory, and
+// units that several blocks share through scratch, by whichever block comes last. Both add up in
+// the order of the tokens, so that the result does not depend on who comes when.
+#pragma once
+
+#include "rows.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+namespace paged_attn::cuda {
+
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Adds 1 and returns what was there. What this thread's block wrote before its last barrier is seen
+// by whoever reads a later count.
+__device__ __forceinline__ int32_t arrive(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
+// A unit that this block shares with others.
+struct CutUnit {
+  Segment segment;
+  int first_block;
+  int last_block;
+};
+
+template <typename T, int kHeadDim, int kRings, int kRowTiles>
+class Combiner {
+ public:
+  static constexpr int64_t kWhole = -1;
+  using Math = TileMath<T, kHeadDim>;
+  using State = RowState<Math::kFragments>;
+  static constexpr int kFragments = Math::kFragments;
+  static constexpr int kWarps = kRings * kRowTiles;
+  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T));
+
+  // Behind the rings in shared memory.
+  struct Shared {
+    RowStats states[kWarps][4];
+    int held_slots[kRings];
+    // Of each head lane: the unit that the share's begin cuts and the one that its end cuts.
+    CutUnit cuts[kRings][2];
+    bool is_last[2][kRings];
+  };
+
+  __device__ __forceinline__ Combiner(const DeviceParams& params, uint8_t* rings, int ring_bytes,
+                                      Shared& shared, int head_lane, int token_lane, int row_tile,
+                                      int lane)
+      : params_(params),
+        rings_(rings),
+        ring_bytes_(ring_bytes),
+        shared_(shared),
+        head_lane_(head_lane),
+        token_lane_(token_lane),
+        row_tile_(row_tile),
+        lane_(lane) {}
+
+  // All warps of this head lane.
+  __device__ __forceinline__ void group_barrier() const {
+    named_barrier(1 + head_lane_, params_.token_lanes * kRowTiles * 32);
+  }
+
+  // Takes in the states of a segment, or of a unit's parts, one of each warp of the head lane; the
+  // first `lanes_used` token lanes have one. `held_slot`: a slot of this warp's ring that it may
+  // write to. `part`: where in scratch the result goes, or kWhole: to the rows themselves. Ends
+  // with a barrier of the head lane if it took more than one lane.
+  __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
+                                         int held_slot, int64_t part) const {
+    if (lanes_used <= 1) {
+      if (token_lane_ != 0) return;
+      const Destination to = destination(rows, state.stats, part);
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i) emit(to, i, state.out[i]);
+      emit_stats(rows, state.stats, part);
+      return;
+    }
+    if (token_lane_ < lanes_used) {
+      float4* out = slot_of(ring_index(token_lane_), held_slot) + row_tile_ * kFragments * 32;
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i) out[i * 32 + lane_] = state.out[i];
+      if (lane_ < 4) shared_.states[warp_index(token_lane_)][lane_] = state.stats;
+      if (lane_ == 0) shared_.held_slots[ring_index(token_lane_)] = held_slot;
+    }
+    group_barrier();
+    // Lane l looks after token lane l / 4: its factor, and where its state lies.
+    const int mine = lane_ >> 2;
+    RowStats stats, other;
+    stats.clear();
+    other.clear();
+    int offset = 0;
+    if (mine < lanes_used) {
+      other = shared_.states[warp_index(mine)][lane_ & 3];
+      offset = ring_index(mine) * ring_bytes_ + shared_.held_slots[ring_index(mine)] * kSlotBytes +
+               row_tile_ * kFragments * 512;
+    }
+    const float2 factor = stats.merge_over_lanes(other);
+    const Destination to = destination(rows, stats, part);
+    // Each warp takes every token_lanes-th fragment.
+#pragma unroll 1
+    for (int i = token_lane_; i < kFragments; i += params_.token_lanes) {
+      float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int t = 0; t < kRings; ++t) {
+        const float2 f = shuffle(factor, t * 4 + (lane_ & 3));
+        const uint8_t* out = rings_ + __shfl_sync(~0u, offset, t * 4);
+        if (t < lanes_used) {
+          add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
+        }
+      }
+      emit(to, i, total);
+    }
+    if (token_lane_ == 0) emit_stats(rows, stats, part);
+    group_barrier();
+  }
+
+  // Notes that `segment` is a part of a unit; returns where in scratch it goes.
+  __device__ __forceinline__ int64_t begin_part(const Share& share, const Segment& segment) {
+    const bool begins_here = segment.first == 0;
+    cut_ends_ |= 1 << begins_here;
+    if (token_lane_ == 0 && row_tile_ == 0 && lane_ == 0) {
+      shared_.cuts[head_lane_][begins_here] = {
+          segment, share.block_of(segment.unit_begin),
+          share.block_of(segment.unit_begin + segment.tiles - 1)};
+    }
+    return part_of(blockIdx.x, begins_here);
+  }
+
+  // Once, when all segments are done: announces this block's parts, so that whoever announces a
+  // unit's last part merges it. Not earlier: a release while loads are in flight would wait for
+  // them.
+  __device__ __forceinline__ void announce_parts() const {
+    if (cut_ends_ == 0) return;
+    group_barrier();
+    if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
+      bool last = false;
+      if (cut_ends_ >> lane_ & 1) {
+        const CutUnit& cut = shared_.cuts[head_lane_][lane_];
+        int32_t* counter = params_.arrivals +
+                           static_cast<int64_t>(cut.first_block) * params_.head_lanes + head_lane_;
+        last = arrive(counter) == cut.last_block - cut.first_block;
+      }
+      shared_.is_last[lane_][head_lane_] = last;
+    }
+    group_barrier();
+  }
+
+  // The unit cut by this end of the share if it is this block that merges it, else null.
+  __device__ __forceinline__ const CutUnit* unit_to_merge(int end) const {
+    const bool mine = (cut_ends_ >> end & 1) != 0 && shared_.is_last[end][head_lane_];
+    return mine ? &shared_.cuts[head_lane_][end] : nullptr;
+  }
+
+  // Deals the blocks' parts of a unit to the token lanes, which then merge as after a segment.
+  // Returns how many lanes got some.
+  __device__ __forceinline__ int load_parts(const CutUnit& cut, State& state) const {
+    state.clear();
+    // Eight parts a round: lane l looks after the stats of the part l / 4 of them.
+    const int step = params_.token_lanes;
+#pragma unroll 1
+    for (int first = cut.first_block + token_lane_; first <= cut.last_block; first += 8 * step) {
+      const int mine = first + (lane_ >> 2) * step;
+      RowStats other;
+      other.clear();
+      if (mine <= cut.last_block) {
+        const int64_t part = part_of(mine, mine == cut.first_block);
+        const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
+        other = {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
+      }
+      state.raise_max(larger(state.stats.max, max_over_tokens(other.max)));
+      const float2 factor = state.stats.merge_over_lanes(other);
+      const int parts = min(8, (cut.last_block - first) / step + 1);
+      // As many loads at a time as there are registers for.
+      constexpr int kPartsAtATime = kFragments <= 8 ? 2 : 1;
+#pragma unroll kPartsAtATime
+      for (int i = 0; i < parts; ++i) {
+        const int block = first + i * step;
+        const float2 f = shuffle(factor, i * 4 + (lane_ & 3));
+        const float4* out = params_.partial_outputs +
+                            part_of(block, block == cut.first_block) * kFragments * 32 + lane_;
+        constexpr int kAtATime = kFragments < 8 ? kFragments : 8;
+#pragma unroll
+        for (int begin = 0; begin < kFragments; begin += kAtATime) {
+          float4 loaded[kAtATime];
+#pragma unroll
+          for (int j = 0; j < kAtATime; ++j) loaded[j] = __ldcg(out + (begin + j) * 32);
+#pragma unroll
+          for (int j = 0; j < kAtATime; ++j) add_scaled(state.out[begin + j], loaded[j], f);
+        }
+      }
+    }
+    return min(params_.token_lanes, cut.last_block - cut.first_block + 1);
+  }
+
+ private:
+  // Where in scratch a block keeps its part of a cut unit: of one that begins there, or before.
+  __device__ __forceinline__ int64_t part_of(int block, bool begins_here) const {
+    return (static_cast<int64_t>(block) * 2 + begins_here) * groups() + group();
+  }
+
+  __device__ __forceinline__ int group() const { return head_lane_ * kRowTiles + row_tile_; }
+  __device__ __forceinline__ int groups() const { return params_.head_lanes * kRowTiles; }
+  __device__ __forceinline__ int ring_index(int token_lane) const {
+    return token_lane * params_.head_lanes + head_lane_;
+  }
+  __device__ __forceinline__ int warp_index(int token_lane) const {
+    return ring_index(token_lane) * kRowTiles + row_tile_;
+  }
+  __device__ __forceinline__ float4* slot_of(int ring, int slot) const {
+    return reinterpret_cast<float4*>(rings_ + ring * ring_bytes_ + slot * kSlotBytes);
+  }
+
+  // Where fragments go: to scratch as they are, or normalised to this lane's row of out.
+  struct Destination {
+    float4* scratch;  // null: to the row
+    T* out_row;       // null: there is none
+    float2 factor;
+  };
+
+  __device__ __forceinline__ Destination destination(const RowTile& rows, const RowStats& stats,
+                                                     int64_t part) const {
+    Destination to{nullptr, nullptr, make_float2(0, 0)};
+    if (part != kWhole) {
+      to.scratch = params_.partial_outputs + part * kFragments * 32 + lane_;
+      return to;
+    }
+    if (rows.exists(lane_ >> 2)) {
+      to.out_row = static_cast<T*>(params_.decode.out) +
+                   rows.offset(params_, params_.decode.out_strides, lane_ >> 2);
+    }
+    to.factor = make_float2(stats.sum.x == 0 ? 0.f : 1.f / stats.sum.x,
+                            stats.sum.y == 0 ? 0.f : 1.f / stats.sum.y);
+    return to;
+  }
+
+  __device__ __forceinline__ void emit(const Destination& to, int i, float4 o) const {
+    if (to.scratch != nullptr) {
+      __stcg(to.scratch + i * 32, o);
+    } else {
+      scale_rows(o, to.factor);
+      Math::store(to.out_row, i, o, static_cast<int>(params_.decode.head_dim),
+                  params_.out_is_aligned, lane_);
+    }
+  }
+
+  __device__ __forceinline__ void emit_stats(const RowTile& rows, const RowStats& stats,
+                                             int64_t part) const {
+    if (lane_ >= 4) return;
+    if (part != kWhole) {
+      float2* to = params_.partial_states + (part * 4 + lane_) * 3;
+      __stcg(to, stats.max);
+      __stcg(to + 1, stats.sum);
+      __stcg(to + 2, stats.exact_sum);
+      return;
+    }
+    if (params_.decode.lse == nullptr) return;
+    constexpr float kLn2 = 0.69314718055994531f;
+    const float lse[2] = {(stats.max.x + log2f(stats.exact_sum.x)) * kLn2,
+                          (stats.max.y + log2f(stats.exact_sum.y)) * kLn2};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 2 * lane_ + r;
+      if (rows.exists(row)) {
+        params_.decode.lse[rows.offset(params_, params_.decode.lse_strides, row)] = lse[r];
+      }
+    }
+  }
+
+  const DeviceParams& params_;
+  uint8_t* rings_;
+  int ring_bytes_;
+  Shared& shared_;
+  int head_lane_, token_lane_, row_tile_, lane_;
+  int cut_ends_ = 0;  // bit 0: the share begins within a unit; bit 1: it ends within one
+};
+
+}  // namespace paged_attn::cuda

@@ -1,0 +1,111 @@
+// decode() on the host: divides scratch, completes the params and picks the kernel.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <utility>
+
+#include "../kernels.h"
+#include "launch.h"
+
+namespace paged_attn::cuda {
+namespace {
+
+// How scratch is divided, in bytes from its start.
+struct ScratchLayout {
+  size_t partial_states;
+  size_t row_starts;
+  size_t arrivals;
+  size_t num_arrivals;
+  size_t bytes;
+
+  ScratchLayout(const DecodeParams& params, const DecodeConfig& config) {
+    const auto groups = static_cast<size_t>(config.grid) * config.head_lanes * config.row_tiles;
+    const size_t parts = 2 * groups;
+    partial_states = parts * (config.head_dim / 16) * 32 * sizeof(float4);
+    row_starts = partial_states + parts * 4 * 3 * sizeof(float2);
+    arrivals = row_starts + (params.cu_seqlens_q ? (params.batch_size + 1) * sizeof(int32_t) : 0);
+    num_arrivals = static_cast<size_t>(config.grid) * config.head_lanes;
+    bytes = arrivals + num_arrivals * sizeof(int32_t);
+  }
+};
+
+template <typename T, size_t... kIndex>
+cudaError_t launch_matching(const DeviceParams& params, const DecodeConfig& config,
+                            const DeviceLimits& limits, cudaStream_t stream,
+                            std::index_sequence<kIndex...>) {
+  cudaError_t result = cudaErrorInvalidConfiguration;
+  const auto try_shape = [&](auto index) {
+    constexpr KernelShape kShape = kKernelShapes[decltype(index)::value];
+    if constexpr (kShape.element_bytes == sizeof(T)) {
+      if (kShape.head_dim == config.head_dim && kShape.rings == config.rings &&
+          kShape.row_tiles == config.row_tiles && kShape.stages == config.stages) {
+        result = launch_decode<T, kShape.head_dim, kShape.rings, kShape.row_tiles, kShape.stages>(
+            params, config, limits, stream);
+      }
+    }
+  };
+  (try_shape(std::integral_constant<size_t, kIndex>{}), ...);
+  return result;
+}
+
+}  // namespace
+
+size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& config) {
+  return ScratchLayout(params, config).bytes;
+}
+
+cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
+                   const DeviceLimits& limits, void* scratch, cudaStream_t stream) {
+  if (params.num_tokens == 0) return cudaSuccess;
+  const ScratchLayout layout(params, config);
+  auto* bytes = static_cast<uint8_t*>(scratch);
+  DeviceParams device{};
+  device.decode = params;
+  device.partial_outputs = reinterpret_cast<float4*>(bytes);
+  device.partial_states = reinterpret_cast<float2*>(bytes + layout.partial_states);
+  device.row_starts = reinterpret_cast<int32_t*>(bytes + layout.row_starts);
+  device.arrivals = reinterpret_cast<int32_t*>(bytes + layout.arrivals);
+  device.num_arrivals = static_cast<int32_t>(layout.num_arrivals);
+  device.group = static_cast<int32_t>(params.num_heads / params.num_kv_heads);
+  device.head_groups =
+      static_cast<int32_t>((params.num_kv_heads + config.head_lanes - 1) / config.head_lanes);
+  device.head_lanes = config.head_lanes;
+  device.token_lanes = config.token_lanes;
+  while (1 << device.token_lanes_shift < config.token_lanes) ++device.token_lanes_shift;
+  // No line is longer than this; it must fit 31 bits with room for a step a sequence.
+  const double line =
+      static_cast<double>(params.batch_size) * device.head_groups *
+      (static_cast<double>(params.num_tokens) * device.group / kTileRows + 1) *
+      (static_cast<double>(params.max_blocks) * params.block_size / kTileTokens + 2);
+  while (std::ldexp(line, -device.line_shift) > 1e9) ++device.line_shift;
+  device.min_steps = std::max(config.min_tiles >> device.line_shift, 1);
+  while (params.block_size % (2 << device.run_shift) == 0 &&
+         (1 << device.run_shift) < kTileTokens) {
+    ++device.run_shift;
+  }
+  device.block_shift = -1;
+  for (int shift = 0; shift < 31; ++shift) {
+    if (params.block_size == int64_t{1} << shift) device.block_shift = shift;
+  }
+  device.scale_log2 = static_cast<float>(params.scale * M_LOG2E);
+  const TokenStrides& out = params.out_strides;
+  device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % 4 == 0 &&
+                          (out.batch | out.token | out.head) % 2 == 0;
+
+  const cudaError_t error = launch_prepare(device, limits, stream);
+  if (error != cudaSuccess) return error;
+  constexpr auto kIndices = std::make_index_sequence<std::size(kKernelShapes)>{};
+  switch (params.dtype) {
+    case DType::kFloat16:
+      return launch_matching<__half>(device, config, limits, stream, kIndices);
+    case DType::kBFloat16:
+      return launch_matching<__nv_bfloat16>(device, config, limits, stream, kIndices);
+    default:
+      return launch_matching<float>(device, config, limits, stream, kIndices);
+  }
+}
+
+}  // namespace paged_attn::cuda

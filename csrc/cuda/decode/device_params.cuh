@@ -1,0 +1,32 @@
+// What a launch hands to the device.
+#pragma once
+
+#include "../../params.h"
+#include "heuristics.h"
+
+namespace paged_attn::cuda {
+
+struct DeviceParams {
+  DecodeParams decode;
+  // Scratch, in this order in one allocation. Groups: head_lanes by row tiles, a warp tile of rows.
+  float4* partial_outputs;  // [grid, 2, groups, head_dim / 16, 32 lanes]
+  float2* partial_states;   // [grid, 2, groups, 4 lanes, 3]
+  int32_t* row_starts;      // ragged: [B + 1]; sequence b owns rows row_starts[b] ... [b + 1] of q
+  int32_t* arrivals;        // [grid, head_lanes]
+  int32_t num_arrivals;
+
+  int32_t group;        // query heads a KV head
+  int32_t head_groups;  // KV heads by head_lanes at a time
+  int32_t head_lanes;
+  int32_t token_lanes;
+  int32_t token_lanes_shift;  // log2: warps are split in powers of two
+  int32_t min_steps;          // a block with fewer steps than this is not worth its merge
+  int32_t line_shift;         // see schedule.cuh
+  // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
+  int32_t run_shift;
+  int32_t block_shift;  // log2(block_size), or -1 if that is no whole number
+  float scale_log2;     // scale * log2(e)
+  bool out_is_aligned;  // every row of out starts at a multiple of 4 bytes
+};
+
+}  // namespace paged_attn::cuda

@@ -1,0 +1,134 @@
+// From shapes to a launch configuration. No device code: tested on machines without a GPU. Neither
+// the lengths nor the table's width may enter: a captured graph is replayed with other lengths, and
+// engines pass tables as wide as the longest context they allow.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../../params.h"
+
+namespace paged_attn::cuda {
+
+struct DeviceLimits {
+  int num_sms;
+  int shared_memory_per_block;  // bytes that one block may opt in to
+  bool has_dependent_launch;    // programmatic dependent launch: compute capability 9.0 on
+};
+
+constexpr int kTileShift = 4;
+constexpr int kTileTokens = 1 << kTileShift;  // a tile: the M of the tensor cores' instruction
+constexpr int kTileRows = 8;                  // query rows a warp: its N
+
+// How one block of the decode kernel is laid out. Tiles of K and V stream through `rings` ring
+// buffers of `stages` slots; `row_tiles` warps of kTileRows query rows share each ring. The rings
+// are head_lanes KV heads side by side times token_lanes tiles of one head.
+struct DecodeConfig {
+  int head_dim;  // of the kernel: 64, 128 or 256, at least the tensors'
+  int rings;
+  int row_tiles;
+  int stages;
+  int head_lanes;
+  int token_lanes;
+  int grid;
+  int min_tiles;     // a block with fewer tiles than this is not worth its merge
+  int shared_bytes;  // of ring buffers and what surrounds them
+
+  int threads() const { return 32 * rings * row_tiles; }
+};
+
+// The kernels that exist: see instantiations/.
+struct KernelShape {
+  int head_dim;
+  int element_bytes;
+  int rings;
+  int row_tiles;
+  int stages;
+};
+
+constexpr KernelShape kKernelShapes[] = {
+    // At most 128 KB of ring buffers, ...
+    {64, 2, 8, 1, 4},
+    {64, 2, 4, 2, 4},
+    {128, 2, 8, 1, 2},
+    {128, 2, 4, 2, 4},
+    {256, 2, 4, 1, 2},
+    {256, 2, 4, 2, 2},
+    {64, 4, 8, 1, 2},
+    {128, 4, 4, 1, 2},
+    {256, 4, 2, 1, 2},
+    // ... and at most 64 KB, for devices whose blocks may have no more than 99 KB in all.
+    {64, 2, 8, 1, 2},
+    {128, 2, 4, 1, 2},
+    {128, 2, 4, 2, 2},
+    {256, 2, 2, 1, 2},
+    {256, 2, 2, 2, 2},
+    {64, 4, 4, 1, 2},
+    {128, 4, 2, 1, 2},
+    {256, 4, 1, 1, 2},
+};
+
+// K and V of one tile.
+constexpr int slot_bytes(int head_dim, int element_bytes) {
+  return 2 * kTileTokens * head_dim * element_bytes;
+}
+
+// Rings, and behind them what the merges keep: states of each warp, cut units of each ring.
+constexpr int shared_bytes(const KernelShape& shape) {
+  return shape.rings * (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes) +
+                        shape.row_tiles * 98 + 160) +
+         64;
+}
+
+// The largest divisor-like split of `rings` warps over KV heads: as many heads side by side as keep
+// the card busy, because neighbouring heads' rows are neighbours in memory and their segments are
+// longer for each warp; the rest of the warps share a head's tokens.
+inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads) {
+  constexpr int64_t kEnoughSegments = 32;
+  for (int lanes = rings; lanes > 1; lanes /= 2) {
+    const int64_t groups = (num_kv_heads + lanes - 1) / lanes;
+    const bool few_idle = num_kv_heads * 4 >= groups * lanes * 3;
+    if (few_idle && batch_size * groups >= kEnoughSegments) return lanes;
+  }
+  return 1;
+}
+
+inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimits& limits) {
+  DecodeConfig config{};
+  const int element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  int64_t queries = p.query_len;
+  if (p.cu_seqlens_q != nullptr) {
+    queries = p.max_query_len > 0
+                  ? p.max_query_len
+                  : (p.num_tokens + p.batch_size - 1) / std::max<int64_t>(p.batch_size, 1);
+  }
+  const int64_t rows = std::max<int64_t>(queries, 1) * group;
+  const int row_tiles = rows > kTileRows && element_bytes == 2 ? 2 : 1;
+  for (const KernelShape& shape : kKernelShapes) {
+    if (shape.head_dim >= p.head_dim && shape.element_bytes == element_bytes &&
+        shape.row_tiles == row_tiles &&
+        (config.head_dim == 0 || shape.head_dim == config.head_dim) && config.rings == 0) {
+      config.head_dim = shape.head_dim;
+      config.shared_bytes = shared_bytes(shape);
+      if (config.shared_bytes > limits.shared_memory_per_block) continue;
+      config.rings = shape.rings;
+      config.row_tiles = shape.row_tiles;
+      config.stages = shape.stages;
+    }
+  }
+  config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads);
+  config.token_lanes = config.rings / config.head_lanes;
+
+  // Where segments are fewer than blocks, equal ones are cut into equal whole parts.
+  const int64_t head_groups = (p.num_kv_heads + config.head_lanes - 1) / config.head_lanes;
+  const int64_t rows_a_pass = kTileRows * config.row_tiles;
+  const int64_t segments =
+      std::max<int64_t>(p.batch_size * head_groups * ((rows + rows_a_pass - 1) / rows_a_pass), 1);
+  config.grid = segments < limits.num_sms ? static_cast<int>(limits.num_sms / segments * segments)
+                                          : limits.num_sms;
+  config.min_tiles = config.token_lanes;
+  return config;
+}
+
+}  // namespace paged_attn::cuda

@@ -1,0 +1,176 @@
+// The decode kernel, top down: find this block's share, stream its tiles, fold each into the online
+// softmax of its unit, and write or merge what every segment gives.
+#pragma once
+
+#include "combine.cuh"
+
+namespace paged_attn::cuda {
+
+// Until the kernel before has finished and its writes are visible. A block may start before that,
+// see launch.cuh; what it does until then must not depend on that kernel.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <typename T, int kHeadDim, int kRings, int kRowTiles, int kStages>
+__global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
+    decode_kernel(const __grid_constant__ DeviceParams params) {
+  constexpr int kThreads = 32 * kRings * kRowTiles;
+  constexpr int kRowsAPass = kTileRows * kRowTiles;
+  using Math = TileMath<T, kHeadDim>;
+  using Stream = TileStream<T, kHeadDim, kRowTiles, kThreads>;
+  using Combine = Combiner<T, kHeadDim, kRings, kRowTiles>;
+  constexpr int kRingBytes = kStages * Stream::kSlotBytes;
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int row_tile = warp % kRowTiles, ring = warp / kRowTiles;
+  const int token_lane = ring / params.head_lanes, head_lane = ring % params.head_lanes;
+  const auto ring_barrier = [&] {
+    if constexpr (kRowTiles == 1) {
+      __syncwarp();
+    } else {
+      named_barrier(9 + ring, 32 * kRowTiles);
+    }
+  };
+
+  // Ragged rows are found by the kernel before this one; all else that is read until the wait below
+  // was there before that kernel began.
+  if (params.decode.cu_seqlens_q != nullptr) wait_for_kernel_before();
+  __shared__ Sequence staged[kThreads];
+  const Share share = find_share<kThreads, kRowsAPass>(params, staged);
+  if (share.begin == share.end) {
+    wait_for_kernel_before();
+    return;
+  }
+
+  Stream stream(params, share, staged, shared + ring * kRingBytes, head_lane, token_lane, row_tile,
+                lane);
+  SegmentCursor<kRowsAPass, kThreads> cursor(share, staged, lane);
+  auto& combine_shared = *reinterpret_cast<typename Combine::Shared*>(shared + kRings * kRingBytes);
+  Combine combine(params, shared, kRingBytes, combine_shared, head_lane, token_lane, row_tile,
+                  lane);
+
+  // The query of the segment after the one in work is fetched ahead where there are registers for
+  // it.
+  constexpr bool kFetchAhead = kHeadDim <= 128;
+  typename Math::Query query, next_query;
+  const auto load_query = [&](typename Math::Query& to, const RowTile& of) {
+    const int row = lane >> 2;
+    const T* address = nullptr;
+    if (of.exists(row) && of.kv_head < params.decode.num_kv_heads) {
+      address =
+          static_cast<const T*>(params.decode.q) + of.offset(params, params.decode.q_strides, row);
+    }
+    Math::load_query(to, address, static_cast<int>(params.decode.head_dim), lane);
+  };
+
+  RowTile rows;
+  typename Combine::State state;
+  int lanes_used = 0;              // token lanes that have a part of what is in work
+  int64_t part = Combine::kWhole;  // where its result goes
+  bool more = true;                // a segment is yet to come
+  int ordinal = -2;                // of the segment in work; the cursor starts before the first
+  int tile = 0, end_tile = 0;      // this warp's next tile of it, and past the last
+  int limit[2] = {};               // keys that this lane's rows see
+  int slot = 0;                    // of the ring's next tile to take
+  int free_slots = 0;              // so many before it may be filled
+  bool holds_slot = false;         // the one before it is kept for the merge of token lanes
+  int ends_merged = -1;            // of the share: -1 before its parts are announced
+
+  // NOTE: one loop, with one place for each thing that is done: a kernel whose code is twice as
+  // long takes microseconds longer to start, because instructions have to be fetched too.
+#pragma unroll 1
+  for (;;) {
+#pragma unroll 1
+    for (; free_slots > 0; --free_slots) {
+      stream.issue(slot - free_slots + (slot < free_slots ? kStages : 0));
+    }
+
+    if (tile < end_tile) {
+      wait_copies<kStages - 1>();
+      ring_barrier();
+      const uint8_t* k_tile = shared + ring * kRingBytes + slot * Stream::kSlotBytes;
+      float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
+      const float scale = params.scale_log2;
+      s = make_float4(s.x * scale, s.y * scale, s.z * scale, s.w * scale);
+      if ((tile + 1) * kTileTokens > min(limit[0], limit[1])) {
+        const int token = tile * kTileTokens + (lane >> 2);
+        if (token >= limit[0]) s.x = -INFINITY;
+        if (token >= limit[1]) s.y = -INFINITY;
+        if (token + 8 >= limit[0]) s.z = -INFINITY;
+        if (token + 8 >= limit[1]) s.w = -INFINITY;
+      }
+      const float4 weights = state.weights(s);
+      state.add_rounded(Math::accumulate(state.out, k_tile + Stream::kTileBytes, weights, lane));
+      ring_barrier();
+      tile += params.token_lanes;
+      if (tile >= end_tile) state.reduce();
+      if (params.token_lanes == 1 || tile < end_tile) {
+        free_slots = 1;
+      } else {
+        holds_slot = true;
+      }
+      slot = slot + 1 == kStages ? 0 : slot + 1;
+      continue;
+    }
+
+    // What was in work is complete: a segment, or a unit of which this block merges the parts.
+    if (stream.bad_segments >> (ordinal & 31) & 1) {
+      stream.bad_segments &= ~(1u << (ordinal & 31));
+      state.poison();
+    }
+    if (lanes_used > 0) {
+      combine.finish(state, rows, lanes_used, slot == 0 ? kStages - 1 : slot - 1, part);
+    }
+    free_slots = holds_slot;
+    holds_slot = false;
+
+    if (more) {
+      const Segment segment = cursor.segment();
+      if (kFetchAhead) query = next_query;
+      more = cursor.advance(params);
+      ++ordinal;
+      if (more && (kFetchAhead || ordinal < 0)) {
+        load_query(kFetchAhead ? next_query : query,
+                   RowTile(params, cursor.segment(), head_lane, row_tile, kRowsAPass));
+      }
+      if (ordinal < 0) {
+        // The ring is filled only now, for loads of queries would have to queue behind it.
+        free_slots = kStages;
+        continue;
+      }
+      rows = RowTile(params, segment, head_lane, row_tile, kRowsAPass);
+      if (!kFetchAhead && ordinal > 0) load_query(query, rows);
+      lanes_used = min(params.token_lanes, segment.end - segment.first);
+      tile = segment.first + token_lane;
+      end_tile = segment.end;
+      if (rows.kv_head >= params.decode.num_kv_heads) lanes_used = end_tile = 0;  // a spare lane
+      limit[0] = rows.limit(params, segment.sequence, 2 * (lane & 3));
+      limit[1] = rows.limit(params, segment.sequence, 2 * (lane & 3) + 1);
+      state.clear();
+      part = segment.is_whole() || lanes_used == 0 ? Combine::kWhole
+                                                   : combine.begin_part(share, segment);
+      continue;
+    }
+
+    if (ends_merged < 0) {
+      wait_copies<0>();
+      wait_for_kernel_before();
+      combine.announce_parts();
+      ends_merged = 0;
+    }
+    for (lanes_used = 0; ends_merged < 2 && lanes_used == 0; ++ends_merged) {
+      if (const CutUnit* cut = combine.unit_to_merge(ends_merged)) {
+        rows = RowTile(params, cut->segment, head_lane, row_tile, kRowsAPass);
+        lanes_used = combine.load_parts(*cut, state);
+        part = Combine::kWhole;
+      }
+    }
+    if (lanes_used == 0) break;
+  }
+}
+
+}  // namespace paged_attn::cuda

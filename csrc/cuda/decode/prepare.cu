@@ -1,0 +1,128 @@
+// What runs before the decode kernel: zeroes the arrival counters, writes the rows that no key
+// reaches, and finds which rows of q a ragged sequence owns. It is launched plainly, so that all
+// earlier work is done when it begins; the decode kernel is chained to it and starts at once.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "launch.h"
+#include "sequence.cuh"
+
+namespace paged_attn::cuda {
+namespace {
+
+constexpr int kPrepareThreads = 256;
+
+// row_starts[b]: the greatest of cu_seqlens_q[0 ... b], each clamped to [0, T]: for valid entries
+// the entry itself, and whatever they hold the rows of two sequences never overlap.
+__device__ __forceinline__ void find_row_starts(const DeviceParams& params, int32_t* row_starts) {
+  __shared__ int32_t warp_max[kPrepareThreads / 32];
+  const DecodeParams& p = params.decode;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int64_t entries = p.batch_size + 1;
+  const int64_t each = (entries + kPrepareThreads - 1) / kPrepareThreads;
+  const int64_t first = threadIdx.x * each, last = min(first + each, entries);
+  const auto clamped = [&](int64_t b) {
+    return static_cast<int32_t>(
+        max(int64_t{0}, min(static_cast<int64_t>(p.cu_seqlens_q[b]), p.num_tokens)));
+  };
+  int32_t own = 0;
+  for (int64_t b = first; b < last; ++b) own = max(own, clamped(b));
+  int32_t inclusive = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int32_t below = __shfl_up_sync(~0u, inclusive, distance);
+    if (lane >= distance) inclusive = max(inclusive, below);
+  }
+  if (lane == 31) warp_max[warp] = inclusive;
+  __syncthreads();
+  int32_t before = __shfl_up_sync(~0u, inclusive, 1);
+  if (lane == 0) before = 0;
+  for (int w = 0; w < warp; ++w) before = max(before, warp_max[w]);
+  for (int64_t b = first; b < last; ++b) {
+    before = max(before, clamped(b));
+    row_starts[b] = before;
+  }
+}
+
+__device__ __forceinline__ void convert(float x, float& to) { to = x; }
+__device__ __forceinline__ void convert(float x, __half& to) { to = __float2half(x); }
+__device__ __forceinline__ void convert(float x, __nv_bfloat16& to) { to = __float2bfloat16(x); }
+
+// Rows [begin, end) of sequence b, or of q if ragged.
+template <typename T>
+__device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int64_t begin,
+                                          int64_t end, bool bad) {
+  T value;
+  convert(bad ? NAN : 0.f, value);
+  const int64_t row_elements = p.num_heads * p.head_dim;
+  for (int64_t i = threadIdx.x; i < (end - begin) * row_elements; i += kPrepareThreads) {
+    const int64_t token = begin + i / row_elements, in_row = i % row_elements;
+    static_cast<T*>(p.out)[b * p.out_strides.batch + token * p.out_strides.token +
+                           in_row / p.head_dim * p.out_strides.head + in_row % p.head_dim] = value;
+  }
+  if (p.lse == nullptr) return;
+  for (int64_t i = threadIdx.x; i < (end - begin) * p.num_heads; i += kPrepareThreads) {
+    const int64_t token = begin + i / p.num_heads;
+    p.lse[b * p.lse_strides.batch + token * p.lse_strides.token + i % p.num_heads] =
+        bad ? NAN : -INFINITY;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_kernel(const __grid_constant__ DeviceParams params) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  const DecodeParams& p = params.decode;
+  for (int64_t i = blockIdx.x * kPrepareThreads + threadIdx.x; i < params.num_arrivals;
+       i += gridDim.x * kPrepareThreads) {
+    params.arrivals[i] = 0;
+  }
+  if (p.cu_seqlens_q != nullptr) {
+    // Every block finds them all for itself: they write the same values.
+    find_row_starts(params, params.row_starts);
+    __syncthreads();
+    if (blockIdx.x == 0) {
+      fill_rows<T>(p, 0, 0, params.row_starts[0], false);
+      fill_rows<T>(p, 0, params.row_starts[p.batch_size], p.num_tokens, false);
+    }
+  }
+  for (int64_t b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
+    const Sequence sequence = load_sequence(params, b);
+    if (sequence.context_len > 0) continue;
+    fill_rows<T>(p, b, sequence.first_row, sequence.first_row + sequence.query_len, sequence.bad);
+  }
+}
+
+template <typename T>
+cudaError_t launch(const DeviceParams& params, const DeviceLimits& limits, cudaStream_t stream) {
+  const int64_t blocks =
+      std::min<int64_t>(limits.num_sms, std::max<int64_t>(params.decode.batch_size, 1));
+  // The decode kernel wants its multiprocessor's memory as shared memory. Wanting the same here
+  // spares a reconfiguration between the two, for which the multiprocessor would have to drain.
+  const cudaError_t error =
+      cudaFuncSetAttribute(prepare_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  prepare_kernel<T><<<static_cast<unsigned>(blocks), kPrepareThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_prepare(const DeviceParams& params, const DeviceLimits& limits,
+                           cudaStream_t stream) {
+  switch (params.decode.dtype) {
+    case DType::kFloat16:
+      return launch<__half>(params, limits, stream);
+    case DType::kBFloat16:
+      return launch<__nv_bfloat16>(params, limits, stream);
+    default:
+      return launch<float>(params, limits, stream);
+  }
+}
+
+}  // namespace paged_attn::cuda

@@ -1,0 +1,52 @@
+// Where the query rows of a unit live. Row r of a KV head is query token r / group and query head
+// r % group of the head's group.
+#pragma once
+
+#include "schedule.cuh"
+
+namespace paged_attn::cuda {
+
+// The kTileRows rows of one warp in one unit.
+struct RowTile {
+  int32_t batch;
+  int32_t ragged_row;  // the sequence's first row of q if ragged, else 0
+  int32_t num_rows;    // the unit's KV head has so many rows in all
+  int32_t first;       // this tile's first
+  int32_t kv_head;
+
+  RowTile() = default;
+  __device__ __forceinline__ RowTile(const DeviceParams& params, const Segment& segment,
+                                     int head_lane, int row_tile, int rows_a_pass) {
+    const int pass = segment.unit / params.head_groups;
+    batch = segment.batch;
+    ragged_row = segment.sequence.first_row;
+    num_rows = segment.sequence.query_len * params.group;
+    first = pass * rows_a_pass + row_tile * kTileRows;
+    kv_head = (segment.unit - pass * params.head_groups) * params.head_lanes + head_lane;
+  }
+
+  __device__ __forceinline__ bool exists(int row) const { return first + row < num_rows; }
+
+  // The query token of row `row`. Most calls have one, and need no division to find it.
+  __device__ __forceinline__ int token(const DeviceParams& params, int row) const {
+    return num_rows == params.group ? 0 : (first + row) / params.group;
+  }
+
+  // Keys that row `row` of the tile sees; all of them for one that does not exist.
+  __device__ __forceinline__ int limit(const DeviceParams& params, const Sequence& sequence,
+                                       int row) const {
+    const int position = sequence.context_len - sequence.query_len + token(params, row);
+    return exists(row) ? position + 1 : sequence.context_len;
+  }
+
+  // Offset of a row in q, out or lse.
+  __device__ __forceinline__ int64_t offset(const DeviceParams& params, const TokenStrides& strides,
+                                            int row) const {
+    const int t = token(params, row);
+    const int head = kv_head * params.group + first + row - t * params.group;
+    return static_cast<int64_t>(batch) * strides.batch +
+           static_cast<int64_t>(ragged_row + t) * strides.token + head * strides.head;
+  }
+};
+
+}  // namespace paged_attn::cuda

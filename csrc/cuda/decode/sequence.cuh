@@ -1,0 +1,41 @@
+// One sequence as its lengths describe it, checked: every read of a length goes through here, so
+// that no later code meets a context past the table's end.
+#pragma once
+
+#include "device_params.cuh"
+
+namespace paged_attn::cuda {
+
+struct Sequence {
+  int32_t context_len;  // keys to read: 0 if no query sees one, or if the sequence is bad
+  int32_t first_row;    // ragged: its first row of q
+  int32_t query_len;
+  bool bad;  // its rows are NaN
+};
+
+__device__ __forceinline__ Sequence load_sequence(const DeviceParams& params, int64_t b) {
+  const DecodeParams& p = params.decode;
+  Sequence sequence{0, 0, 0, false};
+  if (b >= p.batch_size) return sequence;
+  const int32_t length = __ldcg(p.context_lens + b);
+  sequence.query_len = static_cast<int32_t>(p.query_len);
+  if (p.cu_seqlens_q != nullptr) {
+    const int32_t begin = __ldcg(params.row_starts + b), end = __ldcg(params.row_starts + b + 1);
+    sequence.first_row = begin;
+    sequence.query_len = end - begin;
+    // row_starts is the running maximum of the clamped entries: an entry that differs is outside
+    // [0, T] or below one before it.
+    sequence.bad = __ldcg(p.cu_seqlens_q + b) != begin || __ldcg(p.cu_seqlens_q + b + 1) != end ||
+                   (p.max_query_len > 0 && sequence.query_len > p.max_query_len);
+  }
+  sequence.bad = sequence.bad || length > p.max_blocks * p.block_size;
+  if (!sequence.bad && sequence.query_len > 0) sequence.context_len = max(length, 0);
+  return sequence;
+}
+
+__device__ __forceinline__ int tiles_of(const Sequence& sequence) {
+  // Written so that a context of 2^31 - 1 tokens does not overflow.
+  return sequence.context_len / kTileTokens + (sequence.context_len % kTileTokens != 0);
+}
+
+}  // namespace paged_attn::cuda

@@ -1,0 +1,222 @@
+// Tiles on their way from the paged pool to shared memory. Each ring of a block streams the tiles
+// of one KV head lane and one token lane, segment after segment: when a segment ends, the loads of
+// the next are already under way.
+#pragma once
+
+#include "mma.cuh"
+#include "schedule.cuh"
+
+namespace paged_attn::cuda {
+
+// Copies 16 bytes without passing through registers; zeros instead if `read` is false, and then
+// `source` is not touched. Cache lines are marked to go first: each is needed once.
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* source, bool read,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+      "l"(source), "r"(read ? 16 : 0), "l"(policy));
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+template <typename T, int kHeadDim, int kRowTiles, int kStaged>
+class TileStream {
+ public:
+  using Cursor = SegmentCursor<kTileRows * kRowTiles, kStaged>;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kTileBytes = kTileTokens * kRowBytes;
+  static constexpr int kSlotBytes = 2 * kTileBytes;  // K, then V
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kCopies = kTileTokens * kChunks / 32 / kRowTiles;  // of K, a lane
+
+  // Bit i: some live block id of the segment with ordinal i modulo 32 lies outside the pool. The
+  // stream is never more than a few segments ahead of who takes them.
+  uint32_t bad_segments = 0;
+
+  __device__ __forceinline__ TileStream(const DeviceParams& params, const Share& share,
+                                        const Sequence (&staged)[kStaged], uint8_t* ring,
+                                        int head_lane, int token_lane, int row_tile, int lane)
+      : params_(params),
+        ahead_(share, staged, lane),
+        ring_(shared_address(ring)),
+        head_lane_(head_lane),
+        token_lane_(token_lane),
+        row_tile_(row_tile),
+        lane_(lane) {}
+
+  // Starts the copies of the stream's next tile into `slot`. One group of copies a call, empty when
+  // the stream has ended.
+  __device__ __forceinline__ void issue(int slot) {
+    // NOTE: code that runs once a block costs as much to fetch as to run; so this is the only place
+    // where batches are loaded, the first two included.
+#pragma unroll 1
+    while (current_.tiles == 0 && !(ended_ && next_.tiles == 0)) {
+      current_ = next_;
+      taken_ = 0;
+      check_batch();
+      load_batch(next_);
+    }
+    if (current_.tiles > 0) {
+      const uint32_t shared = ring_ + slot * kSlotBytes;
+      if (params_.run_shift == kTileShift) {
+        copy_tile_of_one_block(shared);
+      } else {
+        copy_tile_of_runs(shared);
+      }
+      current_.tile += params_.token_lanes;
+      ++taken_;
+      --current_.tiles;
+    }
+    commit_copies();
+  }
+
+ private:
+  static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(T));
+
+  // Some of one segment's tiles and the block ids that they need: lane i holds that of the i-th run
+  // of tokens. Ids are fetched two batches ahead of the copies, all at once.
+  struct Batch {
+    int tiles = 0;  // how many, token_lanes apart from `tile` on
+    int tile;
+    int context_len;
+    int kv_head;
+    int ordinal;
+    int block_id;    // -1: outside the pool
+    int block_slot;  // the run's first slot
+  };
+
+  // This lane's i-th copy: its row of the tile and its 16-byte chunk of the row.
+  __device__ __forceinline__ int copy_row(int i) const {
+    return (row_tile_ * kCopies + i) * 32 / kChunks + lane_ / kChunks;
+  }
+  __device__ __forceinline__ int copy_chunk(int i) const {
+    return kChunks > 32 ? i * 32 % kChunks + lane_ : lane_ % kChunks;
+  }
+
+  __device__ __forceinline__ void copy_row_of(uint32_t shared, int i, const T* k, const T* v,
+                                              bool read, uint64_t policy) const {
+    const int row = copy_row(i), chunk = copy_chunk(i);
+    const uint32_t to = shared + row * kRowBytes + swizzle(row, chunk) * 16;
+    copy_async(to, k, read, policy);
+    copy_async(to + kTileBytes, v, read, policy);
+  }
+
+  __device__ __forceinline__ const T* address(const void* cache, const CacheStrides& strides,
+                                              int id, int block_slot) const {
+    return static_cast<const T*>(cache) + id * strides.block + block_slot * strides.slot +
+           current_.kv_head * strides.head;
+  }
+
+  // The usual case: rows a constant step apart.
+  __device__ __forceinline__ void copy_tile_of_one_block(uint32_t shared) const {
+    const DecodeParams& p = params_.decode;
+    const uint64_t policy = evict_first_policy();
+    const int id = __shfl_sync(~0u, current_.block_id, taken_);
+    const int block_slot = __shfl_sync(~0u, current_.block_slot, taken_);
+    const int live_rows = id < 0 ? 0 : current_.context_len - (current_.tile << kTileShift);
+    const T* k = address(p.k_cache, p.k_strides, id, block_slot + copy_row(0));
+    const T* v = address(p.v_cache, p.v_strides, id, block_slot + copy_row(0));
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int d = copy_chunk(i) * kChunkElements;
+      const bool read = copy_row(i) < live_rows && d < p.head_dim;
+      const int64_t rows = copy_row(i) - copy_row(0);
+      copy_row_of(shared, i, k + rows * p.k_strides.slot + d, v + rows * p.v_strides.slot + d, read,
+                  policy);
+    }
+  }
+
+  // Blocks of fewer than kTileTokens tokens, or of a number that kTileTokens does not divide.
+  __device__ __forceinline__ void copy_tile_of_runs(uint32_t shared) const {
+    const DecodeParams& p = params_.decode;
+    const uint64_t policy = evict_first_policy();
+    const int live_rows = current_.context_len - (current_.tile << kTileShift);
+    const int first_run = taken_ << (kTileShift - params_.run_shift);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = copy_row(i);
+      const int run = first_run + (row >> params_.run_shift);
+      const int id = __shfl_sync(~0u, current_.block_id, run);
+      const int block_slot =
+          __shfl_sync(~0u, current_.block_slot, run) + (row & ((1 << params_.run_shift) - 1));
+      const int d = copy_chunk(i) * kChunkElements;
+      const bool read = row < live_rows && id >= 0 && d < p.head_dim;
+      copy_row_of(shared, i, address(p.k_cache, p.k_strides, id, block_slot) + d,
+                  address(p.v_cache, p.v_strides, id, block_slot) + d, read, policy);
+    }
+  }
+
+  __device__ __forceinline__ void load_batch(Batch& batch) {
+    batch.tiles = 0;
+    const Segment& segment = ahead_.segment();
+#pragma unroll 1
+    while (tile_ >= end_tile_) {
+      if (!ahead_.advance(params_)) {
+        ended_ = true;
+        return;
+      }
+      ++ordinal_;
+      kv_head_ = segment.unit % params_.head_groups * params_.head_lanes + head_lane_;
+      tile_ = segment.first + token_lane_;
+      // A head lane too many has nothing to load.
+      end_tile_ = kv_head_ < params_.decode.num_kv_heads ? segment.end : 0;
+    }
+    const DecodeParams& p = params_.decode;
+    const int lanes = params_.token_lanes;
+    const int runs_shift = kTileShift - params_.run_shift;  // log2 of the runs a tile
+    batch.tile = tile_;
+    batch.tiles =
+        min(32 >> runs_shift, (end_tile_ - tile_ + lanes - 1) >> params_.token_lanes_shift);
+    batch.context_len = segment.sequence.context_len;
+    batch.kv_head = kv_head_;
+    batch.ordinal = ordinal_;
+    tile_ += batch.tiles * lanes;
+
+    const int tile_of_lane = lane_ >> runs_shift;
+    const int run_of_lane = lane_ & ((1 << runs_shift) - 1);
+    const int token =
+        ((batch.tile + tile_of_lane * lanes) << kTileShift) + (run_of_lane << params_.run_shift);
+    batch.block_id = 0;
+    batch.block_slot = 0;
+    if (tile_of_lane < batch.tiles && token < batch.context_len) {
+      const int block_size = static_cast<int>(p.block_size);
+      const int column =
+          params_.block_shift >= 0 ? token >> params_.block_shift : token / block_size;
+      batch.block_slot = token - column * block_size;
+      batch.block_id =
+          __ldcg(p.block_tables + static_cast<int64_t>(segment.batch) * p.table_stride + column);
+    }
+  }
+
+  // NOTE: dead lanes hold block 0, which an empty pool does not have; an empty pool has live lanes
+  // too wherever it has tiles.
+  __device__ __forceinline__ void check_batch() {
+    if (current_.tiles == 0) return;
+    const bool bad = current_.block_id < 0 || current_.block_id >= params_.decode.num_blocks;
+    if (bad) current_.block_id = -1;
+    if (__any_sync(~0u, bad)) bad_segments |= 1u << (current_.ordinal & 31);
+  }
+
+  const DeviceParams& params_;
+  Cursor ahead_;  // where the next batch comes from: its tiles from tile_ to end_tile_
+  int tile_ = 0, end_tile_ = 0, kv_head_ = 0;
+  int ordinal_ = -1;  // of its segment
+  uint32_t ring_;
+  int head_lane_, token_lane_, row_tile_, lane_;
+  Batch current_, next_;
+  int taken_ = 0;       // tiles of current_ that were issued
+  bool ended_ = false;  // no batch is left to load
+};
+
+}  // namespace paged_attn::cuda

@@ -1,0 +1,23 @@
+// The CUDA kernels' interface: params.h and a stream, no torch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "../params.h"
+#include "decode/heuristics.h"
+
+namespace paged_attn::cuda {
+
+// What decode needs beside its arguments. It may hold anything when the call starts and belongs to
+// the call.
+size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& config);
+
+// Both launch on `stream`, do not wait, and return CUDA's verdict on the launch.
+cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
+                   const DeviceLimits& limits, void* scratch, cudaStream_t stream);
+cudaError_t reshape_and_cache(const ReshapeAndCacheParams& params, const DeviceLimits& limits,
+                              cudaStream_t stream);
+
+}  // namespace paged_attn::cuda
