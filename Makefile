@@ -10,7 +10,7 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 export OMP_WAIT_POLICY ?= passive
 export TORCH_CUDA_ARCH_LIST ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo 9.0)
 
-.PHONY: demo test test-gpu bench build lint format sanitize wheel clean
+.PHONY: demo test test-gpu bench build lint format sanitize sanitize-gpu wheel clean
 
 demo: build
 	$(PY) -m examples.smollm2
@@ -68,6 +68,14 @@ sanitize: build
 	cd tests && LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=../build/sanitize PAGED_ATTN_TEST_CONFIGS=20 PAGED_ATTN_MODEL_STEPS=20000 \
 		$(abspath $(PY)) -m pytest -q -m "not gpu" -p no:cacheprovider $(SANITIZED_TESTS)
+
+# Every CUDA kernel under compute-sanitizer, in the Python that runs. Without PyTorch's cache of memory
+# each tensor has bounds of its own.
+sanitize-gpu:
+	for tool in memcheck racecheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(PYTHON) -m pytest -q -m gpu tests/test_every_kernel.py || exit 1; \
+	done
 
 # An sdist, a wheel built from it, and the wheel imported where nothing else of this project is.
 wheel: build

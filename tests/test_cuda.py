@@ -228,7 +228,7 @@ def test_side_stream(draw: Draw, query_len: Any) -> None:
     lens = [40, 17, 3, 100, 1, 640]
     case = build(draw, lens, query_len=query_len, num_heads=8)
     expected = case.decode()
-    q, blocks = case.q.clone(), case.v_cache.clone()
+    q, keys, values = case.q.clone(), case.k_cache.clone(), case.v_cache.clone()
     key = draw.normal(1, 2, 64, dtype=torch.float16)
     slot = torch.zeros(1, dtype=torch.int64, device="cuda")
     for _ in range(5):
@@ -240,7 +240,8 @@ def test_side_stream(draw: Draw, query_len: Any) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)
             case.q.copy_(q)
-            case.v_cache.copy_(blocks)
+            case.k_cache.copy_(keys)
+            case.v_cache.copy_(values)
             out = case.decode()
             case.q.zero_()
             torch.ops.paged_attn.reshape_and_cache(key, key, case.k_cache, case.v_cache, slot)

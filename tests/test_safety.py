@@ -189,6 +189,17 @@ def test_bad_cu_seqlens(
     assert bool((lse_around[edges] == 5.0).all())
 
 
+@pytest.mark.parametrize(
+    "cu",
+    [[0, 10, 2, 4, 12], [3, 3, 9, 1, 12], [5, 0, 0, 7, 11], [0, 99, 5, 6, 12], [12, 0, 3, 6, 9]],
+)
+def test_rows_never_have_two_owners(draw: Draw, device: str, cu: list[int]) -> None:
+    """Whatever the entries are, each row comes out as the definition says."""
+    case = build(draw, [40, 17, 33, 20], query_len=[3, 3, 3, 3])
+    bad = case.with_(cu_seqlens_q=torch.tensor(cu, dtype=torch.int32, device=device))
+    assert_accurate(bad, *bad.decode_with_lse())
+
+
 def test_more_queries_than_promised(draw: Draw, device: str) -> None:
     case = build(draw, [40, 17, 33], query_len=[2, 5, 3])
     expected = case.decode()

@@ -117,6 +117,7 @@ void compute_logits(const typename Dot<T>::Query* q, int64_t q_stride, const Cac
                     int64_t head_dim, float* logits, Prefetcher& ahead) {
   constexpr int kTokens = tokens_at_once(kRows);
   constexpr int kStep = Dot<T>::kStep;
+  static_assert(kTokens % 4 == 0 || (kTokens == 2 && kRows % 2 == 0), "sums are stored by fours");
   const int64_t whole = head_dim - head_dim % kStep;
   for (int64_t t = 0; t < keys.count; t += kTokens) {
     ahead.advance(kTokens);

@@ -1,5 +1,6 @@
 // The ops on the CPU.
 #include "../cpu/kernels.h"
+#include "../cuda/decode/heuristics.h"
 #include "ops.h"
 
 namespace paged_attn {
@@ -23,6 +24,25 @@ struct CpuBackend {
 
 std::string cpu_isa() { return cpu::isa_name(); }
 
+// What heuristics.h chooses for CUDA, for tests on machines without a GPU: DecodeConfig's fields in
+// their order.
+std::vector<int64_t> decode_config(int64_t element_bytes, int64_t batch_size, int64_t query_len,
+                                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                   int64_t num_sms, int64_t shared_memory) {
+  DecodeParams params{};
+  params.dtype = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
+  params.batch_size = batch_size;
+  params.query_len = query_len;
+  params.num_tokens = batch_size * query_len;
+  params.num_heads = num_heads;
+  params.num_kv_heads = num_kv_heads;
+  params.head_dim = head_dim;
+  const cuda::DecodeConfig c = cuda::choose_decode_config(
+      params, {static_cast<int>(num_sms), static_cast<int>(shared_memory), true});
+  return {c.head_dim,    c.rings, c.row_tiles, c.stages,      c.head_lanes,
+          c.token_lanes, c.grid,  c.min_tiles, c.shared_bytes};
+}
+
 }  // namespace
 }  // namespace paged_attn
 
@@ -33,4 +53,5 @@ STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
   m.impl("_set_checks", TORCH_BOX(&paged_attn::set_checks));
   m.impl("_cpu_isa", TORCH_BOX(&paged_attn::cpu_isa));
+  m.impl("_decode_config", TORCH_BOX(&paged_attn::decode_config));
 }

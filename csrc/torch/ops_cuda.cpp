@@ -1,7 +1,10 @@
 // The ops on CUDA.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "../cuda/kernels.h"
@@ -33,6 +36,10 @@ class DeviceScope {
     check_cuda(cudaDeviceGetAttribute(&limits_.shared_memory_per_block,
                                       cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                op);
+    // For tests: makes the choice that a device with less of it would get.
+    if (const char* cap = std::getenv("PAGED_ATTN_MAX_SHARED_MEMORY")) {
+      limits_.shared_memory_per_block = std::min(limits_.shared_memory_per_block, std::atoi(cap));
+    }
     check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), op);
     limits_.has_dependent_launch = major >= 9;
   }
@@ -81,6 +88,12 @@ struct CudaBackend {
     if (checks_enabled()) check_content(arguments.op, params, scope);
     if (params.num_tokens == 0) return;
     const cuda::DecodeConfig config = cuda::choose_decode_config(params, scope.limits());
+    if (config.rings == 0) {
+      throw std::runtime_error("paged_attn." + std::string(arguments.op) +
+                               ": this GPU's blocks have " +
+                               std::to_string(scope.limits().shared_memory_per_block) +
+                               " bytes of shared memory, too few for any kernel");
+    }
     const auto bytes = static_cast<int64_t>(cuda::decode_scratch_bytes(params, config));
     const Tensor scratch = empty_on_device(arguments.q, {bytes}, aoti_torch_dtype_uint8());
     check_cuda(cuda::decode(params, config, scope.limits(), scratch.data_ptr(), scope.stream()),

@@ -73,16 +73,21 @@ constexpr int slot_bytes(int head_dim, int element_bytes) {
   return 2 * kTileTokens * head_dim * element_bytes;
 }
 
-// Rings, and behind them what the merges keep: states of each warp, cut units of each ring.
+// Rings, and behind them what the merges keep: states of each warp, cut units of each ring. This is
+// what a launch asks for; the kernel has a little of its own besides.
 constexpr int shared_bytes(const KernelShape& shape) {
   return shape.rings * (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes) +
                         shape.row_tiles * 98 + 160) +
          64;
 }
 
-// The largest divisor-like split of `rings` warps over KV heads: as many heads side by side as keep
-// the card busy, because neighbouring heads' rows are neighbours in memory and their segments are
-// longer for each warp; the rest of the warps share a head's tokens.
+constexpr int own_shared_bytes(const KernelShape& shape) {
+  return 32 * shape.rings * shape.row_tiles * 16 + 256;
+}
+
+// How many KV heads the rings take side by side: as many as leave enough segments to keep the card
+// busy, because neighbouring heads' rows are neighbours in memory and a ring has whole segments to
+// itself. The rest of the rings share a head's tokens.
 inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads) {
   constexpr int64_t kEnoughSegments = 32;
   for (int lanes = rings; lanes > 1; lanes /= 2) {
@@ -93,6 +98,7 @@ inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads
   return 1;
 }
 
+// No rings: the device's blocks have too little shared memory for any kernel.
 inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimits& limits) {
   DecodeConfig config{};
   const int element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
@@ -106,17 +112,20 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   const int64_t rows = std::max<int64_t>(queries, 1) * group;
   const int row_tiles = rows > kTileRows && element_bytes == 2 ? 2 : 1;
   for (const KernelShape& shape : kKernelShapes) {
-    if (shape.head_dim >= p.head_dim && shape.element_bytes == element_bytes &&
-        shape.row_tiles == row_tiles &&
-        (config.head_dim == 0 || shape.head_dim == config.head_dim) && config.rings == 0) {
-      config.head_dim = shape.head_dim;
-      config.shared_bytes = shared_bytes(shape);
-      if (config.shared_bytes > limits.shared_memory_per_block) continue;
-      config.rings = shape.rings;
-      config.row_tiles = shape.row_tiles;
-      config.stages = shape.stages;
-    }
+    const bool fits = shape.head_dim >= p.head_dim && shape.element_bytes == element_bytes &&
+                      shape.row_tiles == row_tiles;
+    // The first shape that is wide enough says how wide; of these the first that the device can
+    // hold.
+    if (!fits || config.rings > 0) continue;
+    if (config.head_dim == 0) config.head_dim = shape.head_dim;
+    if (shape.head_dim != config.head_dim) continue;
+    if (shared_bytes(shape) + own_shared_bytes(shape) > limits.shared_memory_per_block) continue;
+    config.rings = shape.rings;
+    config.row_tiles = shape.row_tiles;
+    config.stages = shape.stages;
+    config.shared_bytes = shared_bytes(shape);
   }
+  if (config.rings == 0) return config;
   config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads);
   config.token_lanes = config.rings / config.head_lanes;
 

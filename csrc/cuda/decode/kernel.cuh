@@ -93,17 +93,25 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
       wait_copies<kStages - 1>();
       ring_barrier();
       const uint8_t* k_tile = shared + ring * kRingBytes + slot * Stream::kSlotBytes;
-      float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
+      const float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
       const float scale = params.scale_log2;
-      s = make_float4(s.x * scale, s.y * scale, s.z * scale, s.w * scale);
-      if ((tile + 1) * kTileTokens > min(limit[0], limit[1])) {
+      float4 scaled = make_float4(s.x * scale, s.y * scale, s.z * scale, s.w * scale);
+      const bool masked = (tile + 1) * kTileTokens > min(limit[0], limit[1]);
+      if (masked) {
         const int token = tile * kTileTokens + (lane >> 2);
-        if (token >= limit[0]) s.x = -INFINITY;
-        if (token >= limit[1]) s.y = -INFINITY;
-        if (token + 8 >= limit[0]) s.z = -INFINITY;
-        if (token + 8 >= limit[1]) s.w = -INFINITY;
+        if (token >= limit[0]) scaled.x = -INFINITY;
+        if (token >= limit[1]) scaled.y = -INFINITY;
+        if (token + 8 >= limit[0]) scaled.z = -INFINITY;
+        if (token + 8 >= limit[1]) scaled.w = -INFINITY;
       }
-      const float4 weights = state.weights(s);
+      float4 weights = state.weights(s, scaled, scale);
+      if (masked) {
+        if (scaled.x == -INFINITY) weights.x = 0;
+        if (scaled.y == -INFINITY) weights.y = 0;
+        if (scaled.z == -INFINITY) weights.z = 0;
+        if (scaled.w == -INFINITY) weights.w = 0;
+      }
+      state.add_exact(weights);
       state.add_rounded(Math::accumulate(state.out, k_tile + Stream::kTileBytes, weights, lane));
       ring_barrier();
       tile += params.token_lanes;

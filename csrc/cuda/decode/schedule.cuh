@@ -62,7 +62,7 @@ __device__ __forceinline__ Share find_share(const DeviceParams& params,
   for (bool searching = false;; searching = true) {
 #pragma unroll 1
     for (int b = first; b < min(first + each, batch_size); ++b) {
-      const Sequence sequence = load_sequence(params, b);
+      const Sequence sequence = searching && b < kThreads ? staged[b] : load_sequence(params, b);
       const int steps = steps_of(params, sequence) * units_of<kRowsAPass>(params, sequence);
       if (!searching) {
         if (b < kThreads) staged[b] = sequence;

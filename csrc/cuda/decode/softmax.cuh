@@ -94,20 +94,25 @@ struct RowState {
     stats.clear();
   }
 
-  // Takes scores in, in units of log2; returns the tile's weights, and what was there before is
-  // rescaled to match.
-  __device__ __forceinline__ float4 weights(float4 s) {
-    const float2 top = make_float2(fmaxf(s.x, s.z), fmaxf(s.y, s.w));
+  // The weights 2^(s * scale - max) of a tile, `max` raised first if its scaled scores (-inf where
+  // a key is not seen) ask for it. The product is not rounded before the difference is taken: far
+  // from 0 its own rounding would change weights by percents, while that of `max` is common to them
+  // all.
+  __device__ __forceinline__ float4 weights(float4 s, float4 scaled, float scale) {
+    const float2 top = make_float2(fmaxf(scaled.x, scaled.z), fmaxf(scaled.y, scaled.w));
     if (__any_sync(~0u, top.x > stats.max.x + kSlack || top.y > stats.max.y + kSlack)) {
       raise_max(larger(stats.max, max_over_tokens(top)));
     }
-    // A row that saw no key has only -inf here, which any finite reference turns into 0.
+    // Any finite reference will do for a row that saw no key yet.
     const float2 reference = make_float2(stats.max.x == -INFINITY ? 0.f : stats.max.x,
                                          stats.max.y == -INFINITY ? 0.f : stats.max.y);
-    const float4 p = make_float4(exp2f(s.x - reference.x), exp2f(s.y - reference.y),
-                                 exp2f(s.z - reference.x), exp2f(s.w - reference.y));
+    return make_float4(exp2f(fmaf(s.x, scale, -reference.x)), exp2f(fmaf(s.y, scale, -reference.y)),
+                       exp2f(fmaf(s.z, scale, -reference.x)),
+                       exp2f(fmaf(s.w, scale, -reference.y)));
+  }
+
+  __device__ __forceinline__ void add_exact(float4 p) {
     stats.exact_sum = make_float2(stats.exact_sum.x + (p.x + p.z), stats.exact_sum.y + (p.y + p.w));
-    return p;
   }
 
   __device__ __forceinline__ void add_rounded(float4 p) {
