@@ -100,7 +100,7 @@ class Combiner {
       offset = ring_index(mine) * ring_bytes_ + shared_.held_slots[ring_index(mine)] * kSlotBytes +
                row_tile_ * kFragments * 512;
     }
-    const float2 factor = stats.merge_over_lanes(other);
+    const float2 factor = stats.merge_over_lanes(other, params_.scale_log2);
     const Destination to = destination(rows, stats, part);
     // Each warp takes every token_lanes-th fragment.
 #pragma unroll 1
@@ -173,8 +173,8 @@ class Combiner {
         const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
         other = {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
       }
-      state.raise_max(larger(state.stats.max, max_over_tokens(other.max)));
-      const float2 factor = state.stats.merge_over_lanes(other);
+      state.raise_max(larger(state.stats.max, max_over_tokens(other.max)), params_.scale_log2);
+      const float2 factor = state.stats.merge_over_lanes(other, params_.scale_log2);
       const int parts = min(8, (cut.last_block - first) / step + 1);
       // As many loads at a time as there are registers for.
       constexpr int kPartsAtATime = kFragments <= 8 ? 2 : 1;
@@ -261,8 +261,10 @@ class Combiner {
     }
     if (params_.decode.lse == nullptr) return;
     constexpr float kLn2 = 0.69314718055994531f;
-    const float lse[2] = {(stats.max.x + log2f(stats.exact_sum.x)) * kLn2,
-                          (stats.max.y + log2f(stats.exact_sum.y)) * kLn2};
+    const float2 max = make_float2(stats.max.x == -INFINITY ? 0.f : stats.max.x,
+                                   stats.max.y == -INFINITY ? 0.f : stats.max.y);
+    const float lse[2] = {(max.x * params_.scale_log2 + log2f(stats.exact_sum.x)) * kLn2,
+                          (max.y * params_.scale_log2 + log2f(stats.exact_sum.y)) * kLn2};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * lane_ + r;

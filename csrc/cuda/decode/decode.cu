@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <utility>
 
 #include "../kernels.h"
@@ -90,7 +91,11 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   for (int shift = 0; shift < 31; ++shift) {
     if (params.block_size == int64_t{1} << shift) device.block_shift = shift;
   }
-  device.scale_log2 = static_cast<float>(params.scale * M_LOG2E);
+  device.scale_log2 = static_cast<float>(std::abs(params.scale) * M_LOG2E);
+  device.score_sign = params.scale < 0 ? -1.f : 1.f;
+  // Weights are at most 2^8 then, far from overflow in fp16, and rescaling is rare.
+  constexpr float kMost = std::numeric_limits<float>::max();
+  device.slack = device.scale_log2 > 8 / kMost ? 8 / device.scale_log2 : kMost;
   const TokenStrides& out = params.out_strides;
   device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % 4 == 0 &&
                           (out.batch | out.token | out.head) % 2 == 0;

@@ -25,7 +25,9 @@ struct DeviceParams {
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
   int32_t block_shift;  // log2(block_size), or -1 if that is no whole number
-  float scale_log2;     // scale * log2(e)
+  float scale_log2;     // |scale| * log2(e)
+  float score_sign;     // scale's: scores are q . k times it, so that the largest has most weight
+  float slack;          // a score may exceed the row's reference by so much
   bool out_is_aligned;  // every row of out starts at a multiple of 4 bytes
 };
 

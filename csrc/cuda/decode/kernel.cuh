@@ -93,23 +93,24 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
       wait_copies<kStages - 1>();
       ring_barrier();
       const uint8_t* k_tile = shared + ring * kRingBytes + slot * Stream::kSlotBytes;
-      const float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
-      const float scale = params.scale_log2;
-      float4 scaled = make_float4(s.x * scale, s.y * scale, s.z * scale, s.w * scale);
+      float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
+      const float sign = params.score_sign;
+      s = make_float4(s.x * sign, s.y * sign, s.z * sign, s.w * sign);
       const bool masked = (tile + 1) * kTileTokens > min(limit[0], limit[1]);
       if (masked) {
         const int token = tile * kTileTokens + (lane >> 2);
-        if (token >= limit[0]) scaled.x = -INFINITY;
-        if (token >= limit[1]) scaled.y = -INFINITY;
-        if (token + 8 >= limit[0]) scaled.z = -INFINITY;
-        if (token + 8 >= limit[1]) scaled.w = -INFINITY;
+        if (token >= limit[0]) s.x = -INFINITY;
+        if (token >= limit[1]) s.y = -INFINITY;
+        if (token + 8 >= limit[0]) s.z = -INFINITY;
+        if (token + 8 >= limit[1]) s.w = -INFINITY;
       }
-      float4 weights = state.weights(s, scaled, scale);
+      float4 weights = state.weights(s, params.scale_log2, params.slack);
       if (masked) {
-        if (scaled.x == -INFINITY) weights.x = 0;
-        if (scaled.y == -INFINITY) weights.y = 0;
-        if (scaled.z == -INFINITY) weights.z = 0;
-        if (scaled.w == -INFINITY) weights.w = 0;
+        // Not left to the exponential: a scale of 0 would make it NaN.
+        if (s.x == -INFINITY) weights.x = 0;
+        if (s.y == -INFINITY) weights.y = 0;
+        if (s.z == -INFINITY) weights.z = 0;
+        if (s.w == -INFINITY) weights.w = 0;
       }
       state.add_exact(weights);
       state.add_rounded(Math::accumulate(state.out, k_tile + Stream::kTileBytes, weights, lane));

@@ -12,10 +12,10 @@ __device__ __forceinline__ float2 larger(float2 a, float2 b) {
   return make_float2(fmaxf(a.x, b.x), fmaxf(a.y, b.y));
 }
 
-// 2^(a - b) for a <= b. Minus infinity both: nothing was seen yet, and nothing it stays.
-__device__ __forceinline__ float2 exp2_of_difference(float2 a, float2 b) {
-  return make_float2(b.x == -INFINITY ? 0.f : exp2f(a.x - b.x),
-                     b.y == -INFINITY ? 0.f : exp2f(a.y - b.y));
+// 2^((a - b) * scale) for a <= b; 0 for a = -inf, also when b is no more.
+__device__ __forceinline__ float2 weight_of_difference(float2 a, float2 b, float scale) {
+  return make_float2(a.x == -INFINITY ? 0.f : exp2f((a.x - b.x) * scale),
+                     a.y == -INFINITY ? 0.f : exp2f((a.y - b.y) * scale));
 }
 
 __device__ __forceinline__ void scale_rows(float4& o, float2 factor) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ float2 sum_over_tokens(float2 x) {
 }
 
 struct RowStats {
-  float2 max;  // a reference that no s exceeds by more than kSlack; -inf: no key yet
-  float2 sum;  // of the weights 2^(s - max) as V was multiplied by them, rounded to its dtype
+  float2 max;  // a reference that no score exceeds by more than params.slack; -inf: no key yet
+  float2 sum;  // of the weights 2^((s - max) * scale) as V was multiplied by them: rounded
   // Of the weights before rounding. Dividing by the rounded ones' sum keeps a mean of equal rows
   // exact; the logarithm is asked for to 1e-5, which rounding to 8 bits would miss.
   float2 exact_sum;
@@ -63,10 +63,10 @@ struct RowStats {
   }
 
   // Takes in the stats of eight others, one of each 4 lanes; returns the factor of this lane's.
-  __device__ __forceinline__ float2 merge_over_lanes(const RowStats& other) {
+  __device__ __forceinline__ float2 merge_over_lanes(const RowStats& other, float scale) {
     const float2 new_max = larger(max, max_over_tokens(other.max));
-    const float2 own = exp2_of_difference(max, new_max);
-    const float2 factor = exp2_of_difference(other.max, new_max);
+    const float2 own = weight_of_difference(max, new_max, scale);
+    const float2 factor = weight_of_difference(other.max, new_max, scale);
     max = new_max;
     const float2 more =
         sum_over_tokens(make_float2(factor.x * other.sum.x, factor.y * other.sum.y));
@@ -84,31 +84,25 @@ struct RowState {
   float4 out[kFragments];  // sum of the weights times V
   RowStats stats;          // sums are this lane's tokens' alone until reduce()
 
-  // Rescaling only when a maximum grew by more than this saves almost all of it. Weights are then
-  // at most 2^kSlack, far from overflow in fp16.
-  static constexpr float kSlack = 8.f;
-
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) out[i] = make_float4(0, 0, 0, 0);
     stats.clear();
   }
 
-  // The weights 2^(s * scale - max) of a tile, `max` raised first if its scaled scores (-inf where
-  // a key is not seen) ask for it. The product is not rounded before the difference is taken: far
-  // from 0 its own rounding would change weights by percents, while that of `max` is common to them
-  // all.
-  __device__ __forceinline__ float4 weights(float4 s, float4 scaled, float scale) {
-    const float2 top = make_float2(fmaxf(scaled.x, scaled.z), fmaxf(scaled.y, scaled.w));
-    if (__any_sync(~0u, top.x > stats.max.x + kSlack || top.y > stats.max.y + kSlack)) {
-      raise_max(larger(stats.max, max_over_tokens(top)));
+  // The weights 2^((s - max) * scale) of a tile, `max` raised first if a score exceeds it by more
+  // than `slack`, which rarely happens. The difference comes before the product: far from 0 a
+  // product's rounding would change weights by percents.
+  __device__ __forceinline__ float4 weights(float4 s, float scale, float slack) {
+    const float2 top = make_float2(fmaxf(s.x, s.z), fmaxf(s.y, s.w));
+    if (__any_sync(~0u, top.x > stats.max.x + slack || top.y > stats.max.y + slack)) {
+      raise_max(larger(stats.max, max_over_tokens(top)), scale);
     }
     // Any finite reference will do for a row that saw no key yet.
     const float2 reference = make_float2(stats.max.x == -INFINITY ? 0.f : stats.max.x,
                                          stats.max.y == -INFINITY ? 0.f : stats.max.y);
-    return make_float4(exp2f(fmaf(s.x, scale, -reference.x)), exp2f(fmaf(s.y, scale, -reference.y)),
-                       exp2f(fmaf(s.z, scale, -reference.x)),
-                       exp2f(fmaf(s.w, scale, -reference.y)));
+    return make_float4(exp2f((s.x - reference.x) * scale), exp2f((s.y - reference.y) * scale),
+                       exp2f((s.z - reference.x) * scale), exp2f((s.w - reference.y) * scale));
   }
 
   __device__ __forceinline__ void add_exact(float4 p) {
@@ -119,8 +113,8 @@ struct RowState {
     stats.sum = make_float2(stats.sum.x + (p.x + p.z), stats.sum.y + (p.y + p.w));
   }
 
-  __device__ __forceinline__ void raise_max(float2 new_max) {
-    const float2 factor = exp2_of_difference(stats.max, new_max);
+  __device__ __forceinline__ void raise_max(float2 new_max, float scale) {
+    const float2 factor = weight_of_difference(stats.max, new_max, scale);
     stats.max = new_max;
     stats.sum = make_float2(stats.sum.x * factor.x, stats.sum.y * factor.y);
     stats.exact_sum = make_float2(stats.exact_sum.x * factor.x, stats.exact_sum.y * factor.y);
