@@ -189,6 +189,19 @@ def test_bad_cu_seqlens(
     assert bool((lse_around[edges] == 5.0).all())
 
 
+def test_bad_id_behind_thousands_of_short_sequences(draw: Draw, device: str) -> None:
+    """The one bad sequence is NaN and no other, however far ahead its blocks are looked up."""
+    count = 6000
+    case = build(draw, [5] * count + [400], num_heads=3, num_kv_heads=3)
+    expected, expected_lse = case.decode_with_lse()
+    case.block_tables[count, 5] = -1
+    out, lse = case.decode_with_lse()
+    assert out[count].isnan().all()
+    assert lse[count].isnan().all()
+    assert_same_bits(out[:count], expected[:count])
+    assert_same_bits(lse[:count], expected_lse[:count])
+
+
 @pytest.mark.parametrize(
     "cu",
     [[0, 10, 2, 4, 12], [3, 3, 9, 1, 12], [5, 0, 0, 7, 11], [0, 99, 5, 6, 12], [12, 0, 3, 6, 9]],

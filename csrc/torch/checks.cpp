@@ -96,6 +96,9 @@ DecodeParams check_decode(const DecodeArguments& a) {
   block_tables.expect_device_of(q);
   block_tables.expect_dtype(aoti_torch_dtype_int32());
   block_tables.expect_last_dim_contiguous();
+  if (block_tables.size(0) > kInt32Max) {
+    block_tables.fail("of at most 2^31 - 1 sequences", block_tables.shape());
+  }
   p.batch_size = block_tables.size(0);
   p.max_blocks = block_tables.size(1);
   context_lens.expect_device_of(q);
@@ -109,7 +112,6 @@ DecodeParams check_decode(const DecodeArguments& a) {
     cu_seqlens_q.expect_dtype(aoti_torch_dtype_int32());
     cu_seqlens_q.expect_shape("[batch + 1]", {p.batch_size + 1});
     cu_seqlens_q.expect_contiguous();
-    if (q.size(0) > kInt32Max) q.fail("of at most 2^31 - 1 query tokens", q.shape());
     p.cu_seqlens_q = cu_seqlens_q.data_as<int32_t>();
     p.num_tokens = q.size(0);
   } else {
@@ -117,8 +119,12 @@ DecodeParams check_decode(const DecodeArguments& a) {
       q.fail("of block_tables' batch size " + std::to_string(p.batch_size), q.shape());
     }
     p.query_len = has_query_dim ? q.size(1) : 1;
-    if (p.query_len > kInt32Max) q.fail("of at most 2^31 - 1 query tokens", q.shape());
     p.num_tokens = p.batch_size * p.query_len;
+  }
+
+  const int64_t most_queries = ragged ? p.num_tokens : p.query_len;
+  if (most_queries > kInt32Max / (p.num_heads / p.num_kv_heads)) {
+    q.fail("of at most 2^31 - 1 query rows (query tokens x heads a KV head) a sequence", q.shape());
   }
 
   if (a.max_query_len < 0) {

@@ -125,9 +125,8 @@ class Combiner {
     const bool begins_here = segment.first == 0;
     cut_ends_ |= 1 << begins_here;
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ == 0) {
-      shared_.cuts[head_lane_][begins_here] = {
-          segment, share.block_of(segment.unit_begin),
-          share.block_of(segment.unit_begin + segment.tiles - 1)};
+      shared_.cuts[head_lane_][begins_here] = {segment, share.block_of(segment.unit_begin),
+                                               share.block_of(segment.unit_last)};
     }
     return part_of(blockIdx.x, begins_here);
   }

@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
   int limit[2] = {};               // keys that this lane's rows see
   int slot = 0;                    // of the ring's next tile to take
   int free_slots = 0;              // so many before it may be filled
+  bool poisoned = false;           // the sequence has a block id outside the pool
   bool holds_slot = false;         // the one before it is kept for the merge of token lanes
   int ends_merged = -1;            // of the share: -1 before its parts are announced
 
@@ -92,11 +93,12 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     if (tile < end_tile) {
       wait_copies<kStages - 1>();
       ring_barrier();
+      poisoned |= stream.is_bad(slot);
       const uint8_t* k_tile = shared + ring * kRingBytes + slot * Stream::kSlotBytes;
       float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
       const float sign = params.score_sign;
       s = make_float4(s.x * sign, s.y * sign, s.z * sign, s.w * sign);
-      const bool masked = (tile + 1) * kTileTokens > min(limit[0], limit[1]);
+      const bool masked = tile >= min(limit[0], limit[1]) >> kTileShift;
       if (masked) {
         const int token = tile * kTileTokens + (lane >> 2);
         if (token >= limit[0]) s.x = -INFINITY;
@@ -127,10 +129,8 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     }
 
     // What was in work is complete: a segment, or a unit of which this block merges the parts.
-    if (stream.bad_segments >> (ordinal & 31) & 1) {
-      stream.bad_segments &= ~(1u << (ordinal & 31));
-      state.poison();
-    }
+    if (poisoned) state.poison();
+    poisoned = false;
     if (lanes_used > 0) {
       combine.finish(state, rows, lanes_used, slot == 0 ? kStages - 1 : slot - 1, part);
     }

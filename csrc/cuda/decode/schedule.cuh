@@ -111,7 +111,8 @@ struct Segment {
   int first;  // tiles [first, end) of the unit's `tiles`
   int end;
   int tiles;
-  int unit_begin;  // the unit's first step in the line
+  int unit_begin;  // the unit's first step in the line, ...
+  int unit_last;   // ... and its last
 
   __device__ __forceinline__ bool is_whole() const { return first == 0 && end == tiles; }
 };
@@ -142,6 +143,7 @@ class SegmentCursor {
     if (position_ >= next_begin_) enter_sequence(params);
     segment_.unit = (position_ - sequence_begin_) / steps_;
     segment_.unit_begin = sequence_begin_ + segment_.unit * steps_;
+    segment_.unit_last = segment_.unit_begin + steps_ - 1;
     const int unit_end = min(segment_.unit_begin + steps_, end_);
     segment_.first = (position_ - segment_.unit_begin) << params.line_shift;
     segment_.end = min((unit_end - segment_.unit_begin) << params.line_shift, segment_.tiles);

@@ -40,9 +40,9 @@ class TileStream {
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kCopies = kTileTokens * kChunks / 32 / kRowTiles;  // of K, a lane
 
-  // Bit i: some live block id of the segment with ordinal i modulo 32 lies outside the pool. The
-  // stream is never more than a few segments ahead of who takes them.
-  uint32_t bad_segments = 0;
+  // Whether some live block id of the sequence whose tile is in the slot lies outside the pool. Not
+  // every one of its tiles tells, but one of its tiles does.
+  __device__ __forceinline__ bool is_bad(int slot) const { return bad_slots_ >> slot & 1; }
 
   __device__ __forceinline__ TileStream(const DeviceParams& params, const Share& share,
                                         const Sequence (&staged)[kStaged], uint8_t* ring,
@@ -74,6 +74,7 @@ class TileStream {
       } else {
         copy_tile_of_runs(shared);
       }
+      bad_slots_ = (bad_slots_ & ~(1u << slot)) | (static_cast<unsigned>(current_bad_) << slot);
       current_.tile += params_.token_lanes;
       ++taken_;
       --current_.tiles;
@@ -91,7 +92,6 @@ class TileStream {
     int tile;
     int context_len;
     int kv_head;
-    int ordinal;
     int block_id;    // -1: outside the pool
     int block_slot;  // the run's first slot
   };
@@ -166,7 +166,6 @@ class TileStream {
         ended_ = true;
         return;
       }
-      ++ordinal_;
       kv_head_ = segment.unit % params_.head_groups * params_.head_lanes + head_lane_;
       tile_ = segment.first + token_lane_;
       // A head lane too many has nothing to load.
@@ -180,7 +179,6 @@ class TileStream {
         min(32 >> runs_shift, (end_tile_ - tile_ + lanes - 1) >> params_.token_lanes_shift);
     batch.context_len = segment.sequence.context_len;
     batch.kv_head = kv_head_;
-    batch.ordinal = ordinal_;
     tile_ += batch.tiles * lanes;
 
     const int tile_of_lane = lane_ >> runs_shift;
@@ -199,24 +197,25 @@ class TileStream {
     }
   }
 
-  // NOTE: dead lanes hold block 0, which an empty pool does not have; an empty pool has live lanes
-  // too wherever it has tiles.
+  // Lanes without a live run hold block 0, which an empty pool does not have either; but then the
+  // live lanes, which every batch has, are bad too.
   __device__ __forceinline__ void check_batch() {
     if (current_.tiles == 0) return;
     const bool bad = current_.block_id < 0 || current_.block_id >= params_.decode.num_blocks;
     if (bad) current_.block_id = -1;
-    if (__any_sync(~0u, bad)) bad_segments |= 1u << (current_.ordinal & 31);
+    current_bad_ = __any_sync(~0u, bad);
   }
 
   const DeviceParams& params_;
   Cursor ahead_;  // where the next batch comes from: its tiles from tile_ to end_tile_
   int tile_ = 0, end_tile_ = 0, kv_head_ = 0;
-  int ordinal_ = -1;  // of its segment
   uint32_t ring_;
   int head_lane_, token_lane_, row_tile_, lane_;
   Batch current_, next_;
   int taken_ = 0;       // tiles of current_ that were issued
   bool ended_ = false;  // no batch is left to load
+  bool current_bad_ = false;
+  unsigned bad_slots_ = 0;
 };
 
 }  // namespace paged_attn::cuda
