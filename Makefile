@@ -67,7 +67,8 @@ sanitize: build
 	PAGED_ATTN_SANITIZE=1 PAGED_ATTN_BUILD_CUDA=0 $(PY) setup.py --quiet build --build-lib build/sanitize
 	cd tests && LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=../build/sanitize PAGED_ATTN_TEST_CONFIGS=20 PAGED_ATTN_MODEL_STEPS=20000 \
-		$(abspath $(PY)) -m pytest -q -m "not gpu" -p no:cacheprovider $(SANITIZED_TESTS)
+		sh -c '$(abspath $(PY)) -c "import paged_attn; assert \"sanitize\" in paged_attn.__file__" && \
+		$(abspath $(PY)) -m pytest -q -m "not gpu" -p no:cacheprovider $(SANITIZED_TESTS)'
 
 # Every CUDA kernel under compute-sanitizer, in the Python that runs. Without PyTorch's cache of memory
 # each tensor has bounds of its own.

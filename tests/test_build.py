@@ -1,0 +1,34 @@
+"""What the build made: CUDA kernels wherever they can be compiled, and files of a readable size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paged_attn import _library
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "paged_attn"
+
+
+def test_cuda_kernels_are_compiled() -> None:
+    """Warnings and spilled registers are errors of that build."""
+    info = _library.build_info()
+    if info["why_no_cuda"] is not None:
+        pytest.skip(f"CUDA kernels were not compiled: {info['why_no_cuda']}")
+    assert info["archs"]
+    assert list(Path(_library.__file__).parent.glob("_C_cuda*.so"))
+
+
+def test_libraries_of_ops_depend_on_no_python() -> None:
+    """One binary serves every Python: its name says so, and it needs no library of Python's."""
+    libraries = sorted(Path(_library.__file__).parent.glob("_C_*.so"))
+    assert libraries
+    for library in libraries:
+        assert library.name.endswith(".abi3.so")
+        assert b"libtorch_python" not in library.read_bytes()
+
+
+def test_setup_py_stays_short() -> None:
+    assert len((ROOT / "setup.py").read_text().splitlines()) <= 150
