@@ -5,9 +5,9 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
-# Without a GPU the CUDA kernels are compiled for one architecture only, to show that they compile.
 # Threads that wait would otherwise spin, and slow each other down wherever cores are shared.
 export OMP_WAIT_POLICY ?= passive
+# Without a GPU the CUDA kernels are compiled for one architecture only, to show that they compile.
 export TORCH_CUDA_ARCH_LIST ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo 9.0)
 
 .PHONY: demo test test-gpu bench build lint format sanitize sanitize-gpu wheel clean

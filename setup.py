@@ -1,9 +1,8 @@
 """Builds the extension modules; everything static is in pyproject.toml.
 
-Environment: PAGED_ATTN_BUILD_CUDA=1 insists on the CUDA kernels, 0 leaves them out; by default they
-are built if there is a toolkit of torch's CUDA major version. TORCH_CUDA_ARCH_LIST names the GPU
-architectures ("9.0" or "8.0;9.0+PTX" say); by default those of the GPUs here, else all that the
-toolkit knows of ALL_ARCHS. PAGED_ATTN_SANITIZE=1 adds AddressSanitizer and UBSan to the CPU code.
+Environment: PAGED_ATTN_BUILD_CUDA=1 insists on the CUDA kernels, 0 leaves them out; default: built
+if there is a toolkit of torch's CUDA major version. TORCH_CUDA_ARCH_LIST: "8.0;9.0+PTX", say;
+default: the GPUs here, else ALL_ARCHS. PAGED_ATTN_SANITIZE=1: ASan and UBSan in the CPU code.
 """
 
 import json
@@ -88,7 +87,8 @@ if "clang" not in capture(os.environ.get("CXX", "c++"), "--version"):
     # Same-named templates of two modules in one process must not be merged.
     CXX_FLAGS.append("-fno-gnu-unique")
 NVCC_FLAGS = ["-std=c++17", "-O3", "--compress-mode=size", "--Werror", "all-warnings"]
-NVCC_FLAGS += ["-Xcompiler", "-Wall,-Wextra,-fvisibility=hidden", "-Xptxas", "-warn-spills"]
+NVCC_FLAGS += ["-Xcompiler", "-Wall,-Wextra,-fvisibility=hidden"]
+NVCC_FLAGS += ["-Xptxas", "-warn-spills,-warn-lmem-usage"]
 TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 for folder in cpp_extension.include_paths():
     TORCH_FLAGS += ["-isystem", folder]

@@ -174,33 +174,81 @@ def set_checks(enabled: bool) -> bool:
     return previous
 
 
+_DECODE_ARGUMENTS = ["q", "k_cache", "v_cache", "block_tables", "context_lens", "cu_seqlens_q"]
+_CACHE_ARGUMENTS = ["key", "value", "k_cache", "v_cache", "slot_mapping"]
+
+
+def _expect_one_device(op: str, names: list[str], args: tuple[Any, ...], **outputs: Tensor) -> None:
+    """Fake kernels also run for a meta tensor among real ones, where nothing else would object."""
+    tensors = {**dict(zip(names, args, strict=False)), **outputs}
+    first = args[0].device
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != first:
+            raise ValueError(
+                f"paged_attn.{op}: {name} must be on {names[0]}'s device {first}, "
+                f"got {tensor.device}"
+            )
+
+
 @torch.library.register_fake("paged_attn::decode")
-def _(q: Tensor, *_args: Any, **_options: Any) -> Tensor:
+def _(*args: Any, **_options: Any) -> Tensor:
+    _expect_one_device("decode", _DECODE_ARGUMENTS, args)
+    q: Tensor = args[0]
     return q.new_empty(q.shape)
 
 
 @torch.library.register_fake("paged_attn::decode_with_lse")
-def _(q: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+def _(*args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+    _expect_one_device("decode_with_lse", _DECODE_ARGUMENTS, args)
+    q: Tensor = args[0]
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-for _name in ("decode.out", "decode_with_lse.out", "reshape_and_cache"):
-    torch.library.register_fake(f"paged_attn::{_name}", lambda *_args, **_options: None)
+@torch.library.register_fake("paged_attn::decode.out")
+def _(*args: Any, out: Tensor, **_options: Any) -> None:
+    _expect_one_device("decode", _DECODE_ARGUMENTS, args, out=out)
 
 
-def _raise_in_backward(_context: Any, *_gradients: Any) -> Any:
+@torch.library.register_fake("paged_attn::decode_with_lse.out")
+def _(*args: Any, out: Tensor, lse: Tensor, **_options: Any) -> None:
+    _expect_one_device("decode_with_lse", _DECODE_ARGUMENTS, args, out=out, lse=lse)
+
+
+@torch.library.register_fake("paged_attn::reshape_and_cache")
+def _(*args: Any, **_options: Any) -> None:
+    _expect_one_device("reshape_and_cache", _CACHE_ARGUMENTS, args)
+
+
+# Raising is an op of its own, so that torch.compile can trace through a backward that nobody may
+# ever run.
+_no_backward = torch.library.Library("paged_attn", "FRAGMENT")
+_no_backward.define("_no_backward(Tensor gradient) -> Tensor")
+
+
+def _raise_in_backward(_gradient: Tensor) -> Tensor:
     raise RuntimeError(
         "paged_attn.decode is forward only: it has no backward. Call it under "
         "torch.inference_mode() or torch.no_grad(), or detach its inputs"
     )
 
 
+_no_backward.impl("_no_backward", _raise_in_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("paged_attn::_no_backward", torch.empty_like)
+
+
+def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], **_others: Any) -> None:
+    ctx.num_inputs = len(inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Tensor | None, ...]:
+    return (_ops._no_backward(gradient), *[None] * (ctx.num_inputs - 1))
+
+
 # NOTE: outside torch.inference_mode() this costs a call 8 us on the host, because torch enters
-# Python for it; it is how a gradient that silently stops at this op becomes an error. The other ops
-# write into tensors that never require grad.
+# Python for it; it is how a gradient that would silently stop at this op becomes an error.
 for _name in ("decode", "decode_with_lse"):
     torch.library.register_autograd(
-        f"paged_attn::{_name}", _raise_in_backward, setup_context=lambda *_args, **_options: None
+        f"paged_attn::{_name}", _backward, setup_context=_remember_inputs
     )
 
 

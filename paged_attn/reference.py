@@ -137,6 +137,10 @@ def decode_with_lse(
         owned = [(b * query_len, (b + 1) * query_len, True) for b in range(num_sequences)]
     else:
         owned = _ragged_rows(cu_seqlens_q.tolist(), rows.shape[0])
+        if int(cu_seqlens_q[0]) > rows.shape[0]:
+            # A bad first entry may hide where sequences begin.
+            out[:] = math.nan
+            lse[:] = math.nan
 
     for b, (begin, end, good) in enumerate(owned):
         num_queries = end - begin

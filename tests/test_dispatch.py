@@ -198,3 +198,16 @@ def test_results_are_new_tensors(draw: Draw, device: str) -> None:
     assert lse.is_contiguous()
     assert out.data_ptr() != case.q.data_ptr()
     assert case.decode().data_ptr() != out.data_ptr()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_of_a_query_that_requires_grad(draw: Draw, device: str, backend: str) -> None:
+    """Models outside no_grad compile and run; only their backward raises."""
+    case = build(draw, [20, 5, 9], fill=0.0)
+    q, *rest = case.args
+    expected = ops.decode(q, *rest)
+    compiled = torch.compile(lambda q: ops.decode(q, *rest) * 2, fullgraph=True, backend=backend)
+    out = compiled(q.clone().requires_grad_())
+    torch.testing.assert_close(out.detach(), expected * 2)
+    with pytest.raises(RuntimeError, match="forward only"):
+        out.sum().backward()

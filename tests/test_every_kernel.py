@@ -10,7 +10,8 @@ from attention_case import DTYPES, Draw, build
 pytestmark = pytest.mark.gpu
 
 # Shared memory a block: all that the device has, and what compute capability 8.9 and 12.0 have.
-LIMITS = [None, 99 * 1024]
+LIMITS = [2**31 - 1, 99 * 1024]
+HEAD_DIMS = [64, 128, 256]
 # Few and many sequences; split and whole units; blocks of more, fewer and other than 16 tokens.
 SHAPES = [
     ([700], 16, (8, 8)),
@@ -19,34 +20,40 @@ SHAPES = [
 ]
 
 
+def short_queries(batch: int) -> list[int]:
+    """Ragged queries, 0 to 3 a sequence."""
+    return [(1 + b * 5) % 4 for b in range(batch)]
+
+
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("lens", "block_size", "heads"), SHAPES)
 def test_every_kernel(
     draw: Draw,
-    monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     head_dim: int,
     rows: int,
-    limit: int | None,
+    limit: int,
     lens: list[int],
     block_size: int,
     heads: tuple[int, int],
 ) -> None:
-    if limit is not None:
-        monkeypatch.setenv("PAGED_ATTN_MAX_SHARED_MEMORY", str(limit))
     num_heads, num_kv_heads = heads
-    query_lens = [(1 + b * 5) % 4 for b in range(len(lens))] if rows == 1 else rows
     case = build(
         draw,
         lens,
-        query_len=query_lens,
+        query_len=short_queries(len(lens)) if rows == 1 else rows,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
     )
-    assert_accurate(case, *case.decode_with_lse())
+    previous = torch.ops.paged_attn._set_shared_memory_cap(limit)
+    try:
+        results = case.decode_with_lse()
+    finally:
+        torch.ops.paged_attn._set_shared_memory_cap(previous)
+    assert_accurate(case, *results)

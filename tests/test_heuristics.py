@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import test_every_kernel as every_kernel
 import torch
 
 INSTANTIATIONS = Path(__file__).parents[1] / "csrc/cuda/decode/instantiations"
@@ -27,6 +28,7 @@ class Config(NamedTuple):
     token_lanes: int
     grid: int
     min_tiles: int
+    line_shift: int
     shared_bytes: int
 
 
@@ -36,13 +38,27 @@ def choose(
     head_dim: int = 128,
     *,
     query_len: int = 1,
+    ragged_tokens: int | None = None,
+    max_query_len: int = 0,
     element_bytes: int = 2,
+    table_tokens: int = 4096,
     num_sms: int = 132,
     shared_kb: int = 227,
 ) -> Config:
+    """The choice for uniform queries, or for `ragged_tokens` ragged ones in all."""
+    ragged = ragged_tokens is not None
     return Config(
         *torch.ops.paged_attn._decode_config(
-            element_bytes, batch, query_len, *heads, head_dim, num_sms, shared_kb * 1024
+            element_bytes,
+            batch,
+            0 if ragged else query_len,
+            ragged_tokens if ragged else batch * query_len,
+            max_query_len,
+            *heads,
+            head_dim,
+            table_tokens,
+            num_sms,
+            shared_kb * 1024,
         )
     )
 
@@ -108,8 +124,51 @@ def test_rows_beyond_a_tile_share_the_ring() -> None:
     assert choose(heads=(4, 1), query_len=3).row_tiles == 2
 
 
+def test_ragged_rows_are_guessed_from_what_is_known() -> None:
+    assert choose(8, ragged_tokens=8).row_tiles == 1
+    assert choose(8, ragged_tokens=40).row_tiles == 2
+    assert choose(8, ragged_tokens=40, max_query_len=2).row_tiles == 1
+    assert choose(8, ragged_tokens=8, max_query_len=5).row_tiles == 2
+    assert choose(0, ragged_tokens=5).grid >= 1
+
+
+def test_the_line_is_cut_into_single_tiles_unless_it_is_too_long_for_32_bits() -> None:
+    """Coarser steps, and with them the table's width in the choice, are a last resort."""
+    for batch, heads in [(256, (32, 8)), (1024, (32, 8)), (64, (128, 1))]:
+        assert choose(batch, heads, table_tokens=131072).line_shift == 0
+    assert choose(512, query_len=4, table_tokens=131072).line_shift == 0
+    for batch, table_tokens in [(70000, 2**20), (2**20, 2**20), (2**27, 2**31 - 1)]:
+        config = choose(batch, (32, 32), table_tokens=table_tokens)
+        units = batch * -(-32 // config.head_lanes)
+        steps = -(-table_tokens // (16 << config.line_shift))
+        assert 0 < config.line_shift <= 30
+        assert units * steps < 2**31
+    assert choose(2**31 - 1, (32, 32)).line_shift > 30
+
+
 def test_too_little_shared_memory_is_noticed() -> None:
     assert choose(shared_kb=48).rings == 0
+
+
+def test_the_sanitizers_subset_touches_every_kernel() -> None:
+    touched = set()
+    for shape, dtype, head_dim, rows, limit in itertools.product(
+        every_kernel.SHAPES, every_kernel.DTYPES, every_kernel.HEAD_DIMS, [1, 16], [227, 99]
+    ):
+        lens, _, heads = shape
+        queries = {"query_len": rows}
+        if rows == 1:
+            queries = {"ragged_tokens": sum(every_kernel.short_queries(len(lens)))}
+        element_bytes = torch.empty((), dtype=dtype).element_size()
+        config = choose(
+            len(lens), heads, head_dim, element_bytes=element_bytes, shared_kb=limit, **queries
+        )
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+        touched.add(
+            f"{name}_d{config.head_dim}_rings{config.rings}_rows{8 * config.row_tiles}"
+            f"_stages{config.stages}"
+        )
+    assert touched == {path.stem for path in INSTANTIATIONS.glob("*.cu")}
 
 
 def test_every_shape_is_compiled_and_no_other() -> None:

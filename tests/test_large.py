@@ -115,3 +115,25 @@ def test_table_131072_columns_wide(draw: Draw, device: str) -> None:
     case = build(draw, [40, 0, 17, 700], num_heads=6, spare_columns=131072 - 44)
     assert case.block_tables.shape[1] == 131072
     assert_accurate(case, *case.decode_with_lse())
+
+
+def test_table_so_wide_that_work_is_dealt_in_coarser_steps(draw: Draw, device: str) -> None:
+    """3000 rows of one table with room for 8 million tokens each, of which few are there."""
+    batch, live = 3000, 15
+    case = build(draw, [900], block_size=64, num_heads=8, num_kv_heads=8)
+    row = torch.full((2**17,), -1, dtype=torch.int32, device=device)
+    row[:live] = case.block_tables[0, :live]
+    lens = draw.integers(0, 900, batch, dtype=torch.int32)
+    wide = case.with_(
+        q=draw.normal(batch, 8, 64, dtype=torch.float16),
+        block_tables=row.expand(batch, -1),
+        context_lens=lens,
+    )
+    out = wide.decode()
+    narrow = wide.with_(block_tables=row[:live].expand(batch, -1))
+    torch.testing.assert_close(out, narrow.decode(), atol=2e-3, rtol=2e-3)
+    some = slice(0, batch, 60)
+    few = narrow.with_(
+        q=wide.q[some], block_tables=narrow.block_tables[some], context_lens=lens[some].contiguous()
+    )
+    assert_accurate(few, out[some])

@@ -317,3 +317,30 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> N
         weights.load(path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         weights.load(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "meta"], "must be cpu, cuda"),
+        (["--picture", "pool.nonsense"], "must end in one of"),
+        (["--picture", "/proc/nowhere/pool.png"], "/proc/nowhere"),
+        (["--block-size", "1000000000", "--num-blocks", "1000"], "no memory for a pool"),
+    ],
+)
+def test_command_refuses_what_cannot_work(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = demo.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert demo.main(["--prompts", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err

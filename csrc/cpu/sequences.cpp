@@ -90,7 +90,10 @@ void add_ragged_sequences(const DecodeParams& p, std::vector<Sequence>& sequence
     return std::clamp<int64_t>(p.cu_seqlens_q[b], 0, p.num_tokens);
   };
   int64_t begin = clamped(0);
-  fill(p, ragged_tokens(p, 0, begin), 0.0f, -kInfinity);
+  // A bad first entry may hide where sequences begin: all rows before it are as bad.
+  const bool is_first_good = p.cu_seqlens_q[0] == begin;
+  fill(p, ragged_tokens(p, 0, begin), is_first_good ? 0.0f : kNaN,
+       is_first_good ? -kInfinity : kNaN);
   for (int64_t b = 0; b < p.batch_size; ++b) {
     const int64_t end = std::max(begin, clamped(b + 1));
     const Tokens tokens = ragged_tokens(p, begin, end);

@@ -14,6 +14,10 @@ namespace paged_attn::cuda {
 // the call.
 size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& config);
 
+// Whether the kernels that this device runs were compiled for programmatic dependent launch: code
+// for an older architecture, compiled at load time for a newer device, was not.
+cudaError_t has_dependent_launch(bool& answer);
+
 // Both launch on `stream`, do not wait, and return CUDA's verdict on the launch.
 cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
                    const DeviceLimits& limits, void* scratch, cudaStream_t stream);

@@ -1,7 +1,9 @@
 #include "argument.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
+#include <vector>
 
 namespace paged_attn {
 namespace {
@@ -58,13 +60,13 @@ std::string dtype_name(int32_t code) {
 }
 
 Argument::Argument(const char* op, const char* name, const Tensor& tensor)
-    : op_(op),
-      name_(name),
-      tensor_(tensor),
-      rank_(tensor.dim()),
-      sizes_(tensor.sizes().data()),
-      strides_(tensor.strides().data()),
-      dtype_(dtype_code(tensor)) {}
+    : op_(op), name_(name), tensor_(tensor) {
+  if (!tensor.defined()) fail("a tensor", "None");
+  rank_ = tensor.dim();
+  sizes_ = tensor.sizes().data();
+  strides_ = tensor.strides().data();
+  dtype_ = dtype_code(tensor);
+}
 
 std::string Argument::shape() const { return shape_name(sizes_, rank_); }
 
@@ -109,6 +111,7 @@ void Argument::expect_last_dim_contiguous() const {
 }
 
 void Argument::expect_contiguous() const {
+  if (tensor_.numel() == 0) return;
   int64_t expected = 1;
   for (int64_t i = rank_; i-- > 0;) {
     if (sizes_[i] > 1 && strides_[i] != expected) {
@@ -136,11 +139,21 @@ void Argument::expect_aligned_rows() const {
 }
 
 void Argument::expect_no_overlap() const {
+  if (tensor_.numel() == 0) return;
+  // From the narrowest dimension to the widest, each must step over all that lies within one step.
+  std::vector<int64_t> dims;
   for (int64_t i = 0; i < rank_; ++i) {
-    if (sizes_[i] > 1 && strides_[i] == 0) {
+    if (sizes_[i] > 1) dims.push_back(i);
+  }
+  std::sort(dims.begin(), dims.end(),
+            [this](int64_t i, int64_t j) { return strides_[i] < strides_[j]; });
+  int64_t last_inside = 0;
+  for (const int64_t i : dims) {
+    if (strides_[i] <= last_inside) {
       fail("free of internal overlap (was it expanded?)",
-           "stride 0 in dimension " + std::to_string(i));
+           "strides " + shape_name(strides_, rank_) + " for shape " + shape());
     }
+    last_inside += strides_[i] * (sizes_[i] - 1);
   }
 }
 

@@ -50,10 +50,10 @@ class Argument {
   const char* op_;
   const char* name_;
   const Tensor& tensor_;
-  int64_t rank_;
-  const int64_t* sizes_;
-  const int64_t* strides_;
-  int32_t dtype_;
+  int64_t rank_ = 0;
+  const int64_t* sizes_ = nullptr;
+  const int64_t* strides_ = nullptr;
+  int32_t dtype_ = 0;
 };
 
 }  // namespace paged_attn

@@ -99,6 +99,9 @@ DecodeParams check_decode(const DecodeArguments& a) {
   if (block_tables.size(0) > kInt32Max) {
     block_tables.fail("of at most 2^31 - 1 sequences", block_tables.shape());
   }
+  if (block_tables.size(1) > kInt32Max) {
+    block_tables.fail("of at most 2^31 - 1 columns", block_tables.shape());
+  }
   p.batch_size = block_tables.size(0);
   p.max_blocks = block_tables.size(1);
   context_lens.expect_device_of(q);
@@ -135,8 +138,8 @@ DecodeParams check_decode(const DecodeArguments& a) {
   if (!(a.softcap >= 0) || std::isinf(a.softcap)) {
     throw_bad_argument(a.op, "softcap", "0 (off) or a positive number", std::to_string(a.softcap));
   }
-  if (a.scale && !std::isfinite(*a.scale)) {
-    throw_bad_argument(a.op, "scale", "finite", std::to_string(*a.scale));
+  if (a.scale && !std::isfinite(static_cast<float>(*a.scale))) {
+    throw_bad_argument(a.op, "scale", "finite in float32", std::to_string(*a.scale));
   }
   if (!a.causal) throw_not_supported(a.op, "causal=False");
   if (a.window > 0) throw_not_supported(a.op, "window");

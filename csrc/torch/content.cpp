@@ -27,6 +27,7 @@ bool set_checks(bool enabled) { return checks_flag().exchange(enabled); }
 bool checks_enabled() { return checks_flag().load(std::memory_order_relaxed); }
 
 void check_decode_content(const char* op, const DecodeParams& p) {
+  if (p.num_tokens == 0) return;
   for (int64_t b = 0; b < p.batch_size; ++b) {
     const std::string sequence = "[" + std::to_string(b) + "]";
     if (p.cu_seqlens_q) {

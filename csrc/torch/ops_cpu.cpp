@@ -25,22 +25,28 @@ struct CpuBackend {
 std::string cpu_isa() { return cpu::isa_name(); }
 
 // What heuristics.h chooses for CUDA, for tests on machines without a GPU: DecodeConfig's fields in
-// their order.
+// their order. A query_len of 0 stands for ragged queries.
 std::vector<int64_t> decode_config(int64_t element_bytes, int64_t batch_size, int64_t query_len,
-                                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                   int64_t num_tokens, int64_t max_query_len, int64_t num_heads,
+                                   int64_t num_kv_heads, int64_t head_dim, int64_t table_tokens,
                                    int64_t num_sms, int64_t shared_memory) {
+  const int32_t any = 0;
   DecodeParams params{};
   params.dtype = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
+  params.cu_seqlens_q = query_len == 0 ? &any : nullptr;
   params.batch_size = batch_size;
   params.query_len = query_len;
-  params.num_tokens = batch_size * query_len;
+  params.num_tokens = num_tokens;
+  params.max_query_len = max_query_len;
   params.num_heads = num_heads;
   params.num_kv_heads = num_kv_heads;
   params.head_dim = head_dim;
+  params.block_size = 1;
+  params.max_blocks = table_tokens;
   const cuda::DecodeConfig c = cuda::choose_decode_config(
       params, {static_cast<int>(num_sms), static_cast<int>(shared_memory), true});
-  return {c.head_dim,    c.rings, c.row_tiles, c.stages,      c.head_lanes,
-          c.token_lanes, c.grid,  c.min_tiles, c.shared_bytes};
+  return {c.head_dim,    c.rings, c.row_tiles, c.stages,     c.head_lanes,
+          c.token_lanes, c.grid,  c.min_tiles, c.line_shift, c.shared_bytes};
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <atomic>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -17,35 +18,65 @@ void check_cuda(cudaError_t error, const char* op) {
   if (error == cudaSuccess) return;
   // Errors of this call alone must not surface in the next.
   (void)cudaGetLastError();
-  throw std::runtime_error("paged_attn." + std::string(op) +
-                           ": CUDA says: " + cudaGetErrorString(error));
+  std::string message =
+      "paged_attn." + std::string(op) + ": CUDA says: " + cudaGetErrorString(error);
+  if (error == cudaErrorNoKernelImageForDevice) {
+    message +=
+        " (python -m paged_attn tells the architectures compiled for; rebuild with "
+        "TORCH_CUDA_ARCH_LIST naming this GPU's)";
+  }
+  throw std::runtime_error(message);
 }
+
+// For tests: blocks get no more than this, as on a device with less.
+std::atomic<int64_t>& shared_memory_cap() {
+  static std::atomic<int64_t> cap(std::numeric_limits<int32_t>::max());
+  return cap;
+}
+
+int64_t set_shared_memory_cap(int64_t bytes) { return shared_memory_cap().exchange(bytes); }
+
+// Asked for once a thread and device: they do not change.
+const cuda::DeviceLimits& device_limits(int32_t device, const char* op) {
+  thread_local int32_t known_device = -1;
+  thread_local cuda::DeviceLimits limits{};
+  if (known_device != device) {
+    known_device = -1;
+    check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device), op);
+    check_cuda(cudaDeviceGetAttribute(&limits.shared_memory_per_block,
+                                      cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               op);
+    check_cuda(cuda::has_dependent_launch(limits.has_dependent_launch), op);
+    known_device = device;
+  }
+  return limits;
+}
+
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t device) {
+    check_torch(aoti_torch_create_device_guard(device, &handle_));
+  }
+  ~DeviceGuard() { aoti_torch_delete_device_guard(handle_); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  DeviceGuardHandle handle_ = nullptr;
+};
 
 // The tensors' device and torch's stream on it, for the length of a call.
 class DeviceScope {
  public:
-  DeviceScope(const Tensor& tensor, const char* op) : op_(op) {
-    const int32_t device = device_of(tensor).index;
-    check_torch(aoti_torch_create_device_guard(device, &guard_));
+  DeviceScope(const Tensor& tensor, const char* op)
+      : op_(op), device_(device_of(tensor).index), guard_(device_) {
     void* stream = nullptr;
-    check_torch(aoti_torch_get_current_cuda_stream(device, &stream));
+    check_torch(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
-    int major = 0;
-    check_cuda(cudaDeviceGetAttribute(&limits_.num_sms, cudaDevAttrMultiProcessorCount, device),
-               op);
-    check_cuda(cudaDeviceGetAttribute(&limits_.shared_memory_per_block,
-                                      cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-               op);
-    // For tests: makes the choice that a device with less of it would get.
-    if (const char* cap = std::getenv("PAGED_ATTN_MAX_SHARED_MEMORY")) {
-      limits_.shared_memory_per_block = std::min(limits_.shared_memory_per_block, std::atoi(cap));
-    }
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), op);
-    limits_.has_dependent_launch = major >= 9;
+    limits_ = device_limits(device_, op);
+    limits_.shared_memory_per_block = static_cast<int>(
+        std::min<int64_t>(limits_.shared_memory_per_block, shared_memory_cap().load()));
   }
-  ~DeviceScope() { aoti_torch_delete_device_guard(guard_); }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
 
   cudaStream_t stream() const { return stream_; }
   const cuda::DeviceLimits& limits() const { return limits_; }
@@ -60,15 +91,12 @@ class DeviceScope {
     }
   }
 
-  // `rows` rows of `columns` elements, `stride` apart on the device, one after another on the host.
   template <typename T>
-  std::vector<T> to_host(const T* device, int64_t rows, int64_t columns, int64_t stride) const {
-    std::vector<T> host(static_cast<size_t>(rows * columns));
+  std::vector<T> to_host(const T* device, int64_t count) const {
+    std::vector<T> host(static_cast<size_t>(count));
     if (!host.empty()) {
-      const size_t width = columns * sizeof(T);
-      const size_t pitch = rows > 1 ? stride * sizeof(T) : width;
-      check_cuda(cudaMemcpy2DAsync(host.data(), width, device, pitch, width, rows,
-                                   cudaMemcpyDeviceToHost, stream_),
+      check_cuda(cudaMemcpyAsync(host.data(), device, host.size() * sizeof(T),
+                                 cudaMemcpyDeviceToHost, stream_),
                  op_);
       check_cuda(cudaStreamSynchronize(stream_), op_);
     }
@@ -77,7 +105,8 @@ class DeviceScope {
 
  private:
   const char* op_;
-  DeviceGuardHandle guard_ = nullptr;
+  int32_t device_;
+  DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
   cuda::DeviceLimits limits_{};
 };
@@ -94,6 +123,12 @@ struct CudaBackend {
                                std::to_string(scope.limits().shared_memory_per_block) +
                                " bytes of shared memory, too few for any kernel");
     }
+    if (config.line_shift > cuda::kMostLineShift) {
+      throw std::invalid_argument("paged_attn." + std::string(arguments.op) +
+                                  ": q must be of fewer than 2^30 sequences x KV heads, got " +
+                                  std::to_string(params.batch_size) + " x " +
+                                  std::to_string(params.num_kv_heads));
+    }
     const auto bytes = static_cast<int64_t>(cuda::decode_scratch_bytes(params, config));
     const Tensor scratch = empty_on_device(arguments.q, {bytes}, aoti_torch_dtype_uint8());
     check_cuda(cuda::decode(params, config, scope.limits(), scratch.data_ptr(), scope.stream()),
@@ -107,8 +142,7 @@ struct CudaBackend {
       scope.expect_no_capture();
       ReshapeAndCacheParams host = params;
       const int64_t bytes = params.num_tokens * (params.slots_are_int64 ? 8 : 4);
-      const auto slots =
-          scope.to_host(static_cast<const char*>(params.slot_mapping), 1, bytes, bytes);
+      const auto slots = scope.to_host(static_cast<const char*>(params.slot_mapping), bytes);
       host.slot_mapping = slots.data();
       check_slots(kOp, host);
     }
@@ -119,16 +153,18 @@ struct CudaBackend {
   static void check_content(const char* op, const DecodeParams& params, const DeviceScope& scope) {
     scope.expect_no_capture();
     DecodeParams host = params;
-    const auto tables = scope.to_host(params.block_tables, params.batch_size, params.max_blocks,
-                                      params.table_stride);
-    const auto lengths =
-        scope.to_host(params.context_lens, 1, params.batch_size, params.batch_size);
+    // All that lies between the first and the last entry: rows may be apart, or one for all.
+    const bool has_entries = params.batch_size > 0 && params.max_blocks > 0;
+    const int64_t rows_apart = params.batch_size > 1 ? params.table_stride : 0;
+    const auto tables =
+        scope.to_host(params.block_tables,
+                      has_entries ? (params.batch_size - 1) * rows_apart + params.max_blocks : 0);
+    const auto lengths = scope.to_host(params.context_lens, params.batch_size);
     host.block_tables = tables.data();
-    host.table_stride = params.max_blocks;
     host.context_lens = lengths.data();
     std::vector<int32_t> starts;
     if (params.cu_seqlens_q != nullptr) {
-      starts = scope.to_host(params.cu_seqlens_q, 1, params.batch_size + 1, params.batch_size + 1);
+      starts = scope.to_host(params.cu_seqlens_q, params.batch_size + 1);
       host.cu_seqlens_q = starts.data();
     }
     check_decode_content(op, host);
@@ -146,4 +182,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(paged_attn, m) { m.def("_set_cuda_checks(bool enab
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
   m.impl("_set_cuda_checks", TORCH_BOX(&paged_attn::set_checks));
+  m.impl("_set_shared_memory_cap", TORCH_BOX(&paged_attn::set_shared_memory_cap));
 }

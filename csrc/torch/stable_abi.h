@@ -2,6 +2,7 @@
 // from 2.10 on. Going back to the unstable C++ API would change this file alone.
 #pragma once
 
+#include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -17,11 +18,15 @@ namespace paged_attn {
 using Tensor = torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// torch has printed what went wrong by the time that its C interface returns an error.
+// Throws what went wrong behind torch's C interface ("out of memory", most of all), as far as the
+// torch that runs can tell: 2.13 and later can.
 inline void check_torch(AOTITorchError error) {
-  if (error != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error("paged_attn: a call of torch's C interface failed");
-  }
+  if (error == AOTI_TORCH_SUCCESS) return;
+  using What = const char* (*)();
+  const auto what =
+      reinterpret_cast<What>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  const char* text = what != nullptr ? what() : nullptr;
+  throw std::runtime_error(text != nullptr ? text : "paged_attn: a call into torch failed");
 }
 
 // torch's dtype codes are read through functions of its ABI; comparing codes is cheaper than

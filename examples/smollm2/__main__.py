@@ -71,6 +71,8 @@ def _device(text: str) -> torch.device:
         device = torch.device(text)
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("PyTorch finds no CUDA device here")
     return device
@@ -83,9 +85,12 @@ def read_prompts(path: Path) -> list[str]:
     between two lines of text holds one prompt a line.
 
     Raises:
-        ValueError: There is no prompt in the file.
+        ValueError: There is no prompt in the file, or it is no text.
     """
-    lines = path.read_text(encoding="utf-8").strip().splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").strip().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
     paragraphs: list[list[str]] = [[]]
     for line in lines:
         if line.strip():
@@ -104,19 +109,29 @@ def run(args: argparse.Namespace) -> int:
     """Generates, compares, prints; returns the exit status."""
     dtype = getattr(torch, args.dtype)
     prompts = read_prompts(args.prompts)
+    picture.check_path(args.picture)
     start = time.perf_counter()
     print("Loading SmolLM2 …", end=" ", flush=True)
-    config, tensors, tokenizer = weights.load(args.model)
+    try:
+        config, tensors, tokenizer = weights.load(args.model)
+    except (IndexError, KeyError) as error:
+        raise ValueError(f"{args.model} is no SmolLM2 GGUF file: {error}") from error
     model = SmolLM2.from_weights(config, tensors, dtype=dtype, device=args.device)
     print(f"{time.perf_counter() - start:.1f} s")
 
-    engine = Engine(
-        model,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        stop_ids=tokenizer.stop_ids,
-        max_batch=args.max_batch,
-    )
+    try:
+        engine = Engine(
+            model,
+            num_blocks=args.num_blocks,
+            block_size=args.block_size,
+            stop_ids=tokenizer.stop_ids,
+            max_batch=args.max_batch,
+        )
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"no memory for a pool of {args.num_blocks} blocks of {args.block_size} tokens: "
+            f"lower --num-blocks or --block-size ({str(error).splitlines()[0]})"
+        ) from error
     requests = [
         Request(i, tokenizer.encode_chat(prompt), args.max_new_tokens)
         for i, prompt in enumerate(prompts)

@@ -25,6 +25,20 @@ PALETTE = (
 MAX_LEGEND = 24
 
 
+def check_path(path: Path) -> None:
+    """Tries to write there; better now than after all has been computed.
+
+    Raises:
+        ValueError: matplotlib writes no files of that name.
+        OSError: The folder cannot be made or written to.
+    """
+    known = FigureCanvasAgg(Figure()).get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{path} must end in one of {', '.join(sorted(known))}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
 def draw(steps: Sequence[Step], requests: Sequence[Request], block_size: int, path: Path) -> None:
     """Writes the picture.
 

@@ -1,6 +1,6 @@
 // From row states to results: the token lanes of a block are merged through shared memory, and
 // units that several blocks share through scratch, by whichever block comes last. Both add up in
-// the order of the tokens, so that the result does not depend on who comes when.
+// a fixed order, so that the result does not depend on who comes when.
 #pragma once
 
 #include "rows.cuh"

@@ -76,12 +76,7 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   device.head_lanes = config.head_lanes;
   device.token_lanes = config.token_lanes;
   while (1 << device.token_lanes_shift < config.token_lanes) ++device.token_lanes_shift;
-  // No line is longer than this; it must fit 31 bits with room for a step a sequence.
-  const double line =
-      static_cast<double>(params.batch_size) * device.head_groups *
-      (static_cast<double>(params.num_tokens) * device.group / kTileRows + 1) *
-      (static_cast<double>(params.max_blocks) * params.block_size / kTileTokens + 2);
-  while (std::ldexp(line, -device.line_shift) > 1e9) ++device.line_shift;
+  device.line_shift = config.line_shift;
   device.min_steps = std::max(config.min_tiles >> device.line_shift, 1);
   while (params.block_size % (2 << device.run_shift) == 0 &&
          (1 << device.run_shift) < kTileTokens) {

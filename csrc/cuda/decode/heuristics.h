@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "../../params.h"
@@ -16,6 +17,7 @@ struct DeviceLimits {
   bool has_dependent_launch;    // programmatic dependent launch: compute capability 9.0 on
 };
 
+constexpr int kMostLineShift = 30;  // more: too many sequences and heads for any line
 constexpr int kTileShift = 4;
 constexpr int kTileTokens = 1 << kTileShift;  // a tile: the M of the tensor cores' instruction
 constexpr int kTileRows = 8;                  // query rows a warp: its N
@@ -32,6 +34,7 @@ struct DecodeConfig {
   int token_lanes;
   int grid;
   int min_tiles;     // a block with fewer tiles than this is not worth its merge
+  int line_shift;    // see schedule.cuh
   int shared_bytes;  // of ring buffers and what surrounds them
 
   int threads() const { return 32 * rings * row_tiles; }
@@ -137,6 +140,17 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   config.grid = segments < limits.num_sms ? static_cast<int>(limits.num_sms / segments * segments)
                                           : limits.num_sms;
   config.min_tiles = config.token_lanes;
+
+  // The longest that the line can be: every unit as long as the table is wide.
+  const double units =
+      static_cast<double>(head_groups) *
+      (static_cast<double>(p.num_tokens) * static_cast<double>(group) / rows_a_pass + p.batch_size);
+  const double tiles = static_cast<double>(p.max_blocks) * p.block_size / kTileTokens + 1;
+  constexpr double kLongestLine = 1 << 30;
+  while (config.line_shift <= kMostLineShift &&
+         units * (std::ldexp(tiles, -config.line_shift) + 1) > kLongestLine) {
+    ++config.line_shift;
+  }
   return config;
 }
 

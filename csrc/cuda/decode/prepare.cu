@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "../kernels.h"
 #include "launch.h"
 #include "sequence.cuh"
 
@@ -86,7 +87,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
     find_row_starts(params, params.row_starts);
     __syncthreads();
     if (blockIdx.x == 0) {
-      fill_rows<T>(p, 0, 0, params.row_starts[0], false);
+      // A bad first entry may hide where sequences begin: all rows before it are as bad.
+      fill_rows<T>(p, 0, 0, params.row_starts[0], p.cu_seqlens_q[0] != params.row_starts[0]);
       fill_rows<T>(p, 0, params.row_starts[p.batch_size], p.num_tokens, false);
     }
   }
@@ -112,6 +114,13 @@ cudaError_t launch(const DeviceParams& params, const DeviceLimits& limits, cudaS
 }
 
 }  // namespace
+
+cudaError_t has_dependent_launch(bool& answer) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, prepare_kernel<float>);
+  answer = error == cudaSuccess && attributes.ptxVersion >= 90;
+  return error;
+}
 
 cudaError_t launch_prepare(const DeviceParams& params, const DeviceLimits& limits,
                            cudaStream_t stream) {

@@ -14,10 +14,13 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* source, 
                                            uint64_t policy) {
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
-      "l"(source), "r"(read ? 16 : 0), "l"(policy));
+      "l"(source), "r"(read ? 16 : 0), "l"(policy)
+      : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
