@@ -5,6 +5,8 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+# Here a compiler's warning is an error; a user's newer compiler may know more of them.
+export PAGED_ATTN_WERROR ?= 1
 # Threads that wait would otherwise spin, and slow each other down wherever cores are shared.
 export OMP_WAIT_POLICY ?= passive
 # Without a GPU the CUDA kernels are compiled for one architecture only, to show that they compile.
@@ -31,11 +33,11 @@ build: $(VENV)/installed
 # The tools are looked for first, because pip would fail only after a long download.
 $(VENV)/packages: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "paged_attn needs Python 3.10 or newer, but there is no '$(PYTHON)'. Set PYTHON=..."; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "paged_attn needs Python 3.10 or newer, got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "paged_attn needs Python 3.10 or newer, got $$($(PYTHON) --version 2>&1). Set PYTHON=..."; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "paged_attn needs a C++17 compiler, but there is no '$${CXX:-c++}'. Install g++ or clang, or set CXX=..."; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments. Install its venv package (Debian: python3-venv)"; exit 1; }
 	$(PIP) --upgrade pip
-	$(PIP) "setuptools>=77" wheel pybind11 ninja torch
+	$(PIP) "setuptools>=77" wheel pybind11 ninja numpy torch
 	@touch $@
 
 $(VENV)/installed: $(VENV)/packages $(SOURCES)
@@ -52,12 +54,12 @@ lint: build $(VENV)/lint-tools
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) csrc/cuda/decode/instantiations/generate.py --check
-	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' -not -path '*/instantiations/*' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 
 format: $(VENV)/lint-tools
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' -not -path '*/instantiations/*' | xargs $(VENV)/bin/clang-format -i
 
 # The CPU kernels and the block manager under AddressSanitizer and UBSan. Run from tests/, so that the
 # package comes from build/sanitize and not from this folder.

@@ -1,9 +1,4 @@
-"""Builds the extension modules; everything static is in pyproject.toml.
-
-Environment: PAGED_ATTN_BUILD_CUDA=1 insists on the CUDA kernels, 0 leaves them out; default: built
-if there is a toolkit of torch's CUDA major version. TORCH_CUDA_ARCH_LIST: "8.0;9.0+PTX", say;
-default: the GPUs here, else ALL_ARCHS. PAGED_ATTN_SANITIZE=1: ASan and UBSan in the CPU code.
-"""
+"""Builds the extension modules. Everything static is in pyproject.toml, variables in README.md."""
 
 import json
 import os
@@ -14,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pybind11
+import setuptools
 import torch
-from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
 ALL_ARCHS = ["8.0", "8.9", "9.0", "10.0", "12.0+PTX"]
@@ -26,7 +21,6 @@ def sources(pattern: str) -> list[str]:
 
 
 def capture(*command: str) -> str:
-    """What the command prints; '' if it fails."""
     try:
         return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
     except (OSError, subprocess.CalledProcessError):
@@ -35,29 +29,31 @@ def capture(*command: str) -> str:
 
 def find_cuda_home() -> str | None:
     """The toolkit's folder. NOTE: the nvcc on PATH may be a wrapper script outside the toolkit."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    if nvcc := shutil.which("nvcc"):
+    if named := os.environ.get("CUDA_HOME"):
+        homes = [named]
+    else:
+        nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
         top = re.search(r"^#\$ TOP=(.+)$", capture(nvcc, "--dryrun", "-x", "cu", "-"), re.M)
-        homes += [str(Path(nvcc).resolve().parents[1]), top and os.path.realpath(top[1].strip())]
-    for home in filter(None, [*homes, "/usr/local/cuda"]):
-        if Path(home, "include/cuda_runtime.h").is_file() and Path(home, "bin/nvcc").is_file():
+        homes = [Path(nvcc).resolve().parents[1], os.path.realpath(top[1].strip()) if top else ""]
+    for home in map(str, homes):
+        if all(Path(home, file).is_file() for file in ("include/cuda_runtime.h", "bin/nvcc")):
             return home
     return None
 
 
 def why_no_cuda(home: str | None) -> str | None:
     """Why the CUDA kernels are not built, or None if they are."""
-    if os.environ.get("PAGED_ATTN_BUILD_CUDA") == "0":
+    if wanted == "0":
         return "PAGED_ATTN_BUILD_CUDA is 0"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if home is None:
-        return "no CUDA toolkit was found (nvcc on PATH, CUDA_HOME or /usr/local/cuda)"
-    release = re.search(r"release (\d+)\.\d+", capture(f"{home}/bin/nvcc", "--version"))
-    if release and release[1] == torch.version.cuda.split(".")[0]:
-        return None
-    found = release[0] if release else "of unknown release"
-    return f"the CUDA toolkit in {home} is {found}, torch is for CUDA {torch.version.cuda}"
+        named = os.environ.get("CUDA_HOME", "nvcc on PATH, /usr/local/cuda; CUDA_HOME is not set")
+        return f"no CUDA toolkit was found ({named})"
+    release = re.search(r"release (\d+)\.\d+|$", capture(f"{home}/bin/nvcc", "--version"))
+    if release[1] != torch.version.cuda.split(".")[0]:
+        return f"the toolkit in {home} is CUDA {release[0]}, torch is for CUDA {torch.version.cuda}"
+    return None
 
 
 def architectures(home: str) -> str:
@@ -69,29 +65,30 @@ def architectures(home: str) -> str:
     return ";".join(sorted(set(re.findall(r"^\d+\.\d+$", query, re.M))) or all_known)
 
 
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(f"paged_attn needs setuptools>=77, got {setuptools.__version__}")
+wanted = os.environ.get("PAGED_ATTN_BUILD_CUDA", "")
 cuda_home = find_cuda_home()
 no_cuda = why_no_cuda(cuda_home)
-if no_cuda and os.environ.get("PAGED_ATTN_BUILD_CUDA") == "1":
-    sys.exit(f"paged_attn: PAGED_ATTN_BUILD_CUDA is 1, but {no_cuda}")
 if no_cuda:
-    print(f"paged_attn: building for the CPU only, because {no_cuda}")
+    (sys.exit if wanted == "1" else print)(f"paged_attn: no CUDA kernels, because {no_cuda}")
 else:
     # torch reads both when cpp_extension is imported.
     os.environ.update(CUDA_HOME=cuda_home, TORCH_CUDA_ARCH_LIST=architectures(cuda_home))
 
 from torch.utils import cpp_extension  # noqa: E402
 
-CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-Werror"]
-CXX_FLAGS += ["-fvisibility=hidden", "-fno-math-errno"]
+werror = os.environ.get("PAGED_ATTN_WERROR") == "1"
+CXX_FLAGS = "-std=c++17 -O3 -g0 -Wall -Wextra -fvisibility=hidden -fno-math-errno".split()
+CXX_FLAGS += ["-Werror"] * werror
 if "clang" not in capture(os.environ.get("CXX", "c++"), "--version"):
     # Same-named templates of two modules in one process must not be merged.
     CXX_FLAGS.append("-fno-gnu-unique")
-NVCC_FLAGS = ["-std=c++17", "-O3", "--compress-mode=size", "--Werror", "all-warnings"]
+NVCC_FLAGS = "-std=c++17 -O3 -Xfatbin -compress-all -Xptxas -warn-spills,-warn-lmem-usage".split()
 NVCC_FLAGS += ["-Xcompiler", "-Wall,-Wextra,-fvisibility=hidden"]
-NVCC_FLAGS += ["-Xptxas", "-warn-spills,-warn-lmem-usage"]
+NVCC_FLAGS += ["--Werror", "all-warnings"] * werror
 TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-for folder in cpp_extension.include_paths():
-    TORCH_FLAGS += ["-isystem", folder]
+TORCH_FLAGS += [x for folder in cpp_extension.include_paths() for x in ("-isystem", folder)]
 sanitize = os.environ.get("PAGED_ATTN_SANITIZE") == "1"
 LINK_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] * sanitize
 CXX_FLAGS += ["-O1", "-g1", *LINK_FLAGS] * sanitize
@@ -99,7 +96,7 @@ CXX_FLAGS += ["-O1", "-g1", *LINK_FLAGS] * sanitize
 
 def torch_library(name: str, files: list[str], libraries: list[str], compile_args, link_args):
     """A library of ops: not a Python module, so that it depends on no Python version."""
-    return Extension(
+    return setuptools.Extension(
         f"paged_attn.{name}",
         [f"csrc/torch/{shared}.cpp" for shared in ("argument", "checks", "content")] + files,
         library_dirs=cpp_extension.library_paths(),
@@ -114,7 +111,7 @@ cxx_flags = CXX_FLAGS + TORCH_FLAGS
 cpu_files = ["csrc/torch/schema.cpp", "csrc/torch/ops_cpu.cpp", *sources("csrc/cpu/**/*.cpp")]
 extensions = [
     torch_library("_C_cpu", cpu_files, [], cxx_flags, LINK_FLAGS),
-    Extension(
+    setuptools.Extension(
         "paged_attn._block_manager",
         sources("csrc/block_manager/*.cpp"),
         extra_compile_args=[*CXX_FLAGS, "-isystem", pybind11.get_include()],
@@ -125,9 +122,9 @@ if no_cuda is None:
     cxx_flags = [*cxx_flags, "-DUSE_CUDA", "-isystem", f"{cuda_home}/include"]
     # The CUDA runtime is linked statically: the library is not tied to torch's.
     runtime = [f"-L{cuda_home}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    files = ["csrc/torch/ops_cuda.cpp", *sources("csrc/cuda/**/*.cu")]
+    cuda_files = ["csrc/torch/ops_cuda.cpp", *sources("csrc/cuda/**/*.cu")]
     flags = {"cxx": cxx_flags, "nvcc": NVCC_FLAGS}
-    extensions.append(torch_library("_C_cuda", files, ["torch_cuda"], flags, runtime))
+    extensions.append(torch_library("_C_cuda", cuda_files, ["torch_cuda"], flags, runtime))
 
 
 class BuildExtensions(cpp_extension.BuildExtension):
@@ -143,8 +140,10 @@ class BuildExtensions(cpp_extension.BuildExtension):
         info = {"torch": torch.__version__, "why_no_cuda": no_cuda}
         if not no_cuda:
             info |= {"cuda": torch.version.cuda, "archs": os.environ["TORCH_CUDA_ARCH_LIST"]}
-        path = Path(self.get_ext_fullpath("paged_attn._C_cpu")).with_name("_build_info.json")
-        path.write_text(json.dumps(info, indent=2) + "\n")
+        folder = Path(self.get_ext_fullpath("paged_attn._C_cpu")).parent
+        for stale in folder.glob("_C_cuda.*") if no_cuda else ():
+            stale.unlink()
+        (folder / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
 
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtensions})
+setuptools.setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtensions})

@@ -28,8 +28,9 @@ def _load_cpu() -> None:
     path = _find("_C_cpu")
     if path is None:
         raise ImportError(
-            f"paged_attn: no _C_cpu library in {_FOLDER}: the package was not built. "
-            "Run `pip install .` in its source folder, or `make build`."
+            f"paged_attn: no _C_cpu library in {_FOLDER}: the package was not built here. If it is "
+            "installed elsewhere, this is its source folder, which hides it: change to another "
+            "folder. Else run `make build` or `pip install --no-build-isolation -e .` here."
         )
     try:
         torch.ops.load_library(path)
@@ -43,21 +44,25 @@ def _load_cpu() -> None:
 def _load_cuda() -> str | None:
     """Loads the CUDA library; returns why that was not possible, and what to do."""
     path = _find("_C_cuda")
-    if path is None:
-        reason = build_info().get("why_no_cuda") or "the library is missing"
+    reason = build_info().get("why_no_cuda")
+    if path is None or reason is not None:
         return (
-            f"it was not built: {reason}. Rebuild with PAGED_ATTN_BUILD_CUDA=1 on a machine with "
-            "the CUDA toolkit of torch's CUDA version to see what is missing"
+            f"it was not built: {reason or 'the library is missing'}. When that is mended, rebuild "
+            "with `pip install --no-build-isolation .`; PAGED_ATTN_BUILD_CUDA=1 makes a build fail "
+            "that would leave it out"
         )
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA support. Install a CUDA build of torch"
     built, running = build_info().get("cuda"), torch.version.cuda
     if built and built.split(".")[0] != running.split(".")[0]:
-        return f"it was built for CUDA {built}, torch has CUDA {running}. Rebuild paged_attn"
+        return (
+            f"it was built for CUDA {built}, torch has CUDA {running}. Rebuild it with "
+            "`pip install --no-build-isolation .`"
+        )
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return f"{path.name} does not load: {error}. Rebuild paged_attn for this torch"
+        return f"{path.name} does not load: {error}. Rebuild it for this torch"
     return None
 
 
