@@ -12,6 +12,14 @@ import torch
 from . import __version__, _library
 
 
+def cpu_backend() -> dict[str, Any]:
+    """The instruction set of the CPU kernels, or why there is none."""
+    try:
+        return {"loaded": True, "isa": torch.ops.paged_attn._cpu_isa(), "why_not": None}
+    except RuntimeError as error:
+        return {"loaded": False, "isa": None, "why_not": str(error)}
+
+
 def report() -> dict[str, Any]:
     """What is installed, as JSON-able values; None where there is nothing."""
     built = _library.build_info()
@@ -30,7 +38,7 @@ def report() -> dict[str, Any]:
         "cuda_architectures": built.get("archs"),
         "gpus": gpus,
         "backends": {
-            "cpu": {"loaded": True, "isa": torch.ops.paged_attn._cpu_isa()},
+            "cpu": cpu_backend(),
             "cuda": {
                 "loaded": _library.why_no_cuda is None,
                 "why_not": _library.why_no_cuda,
@@ -55,8 +63,11 @@ def main() -> None:
         print(f"GPU: {gpu['name']}, architecture {gpu['architecture']}")
     if not info["gpus"]:
         print("GPU: none")
-    print(f"CPU kernels: loaded, {info['backends']['cpu']['isa']}")
-    cuda = info["backends"]["cuda"]
+    cpu, cuda = info["backends"]["cpu"], info["backends"]["cuda"]
+    if cpu["loaded"]:
+        print(f"CPU kernels: loaded, {cpu['isa']}")
+    else:
+        print(f"CPU kernels: not usable, because {cpu['why_not']}")
     if cuda["loaded"]:
         print(f"CUDA kernels: loaded, compiled for {info['cuda_architectures']}")
     else:

@@ -52,6 +52,10 @@ def supported() -> list[str]:
     result = run("no-such-isa", "-c", PROBE)
     assert result.returncode == 1
     assert "got no-such-isa" in result.stderr
+    for arguments in ([], ["--json"]):
+        told = run("no-such-isa", "-m", "paged_attn", *arguments)
+        assert told.returncode == 0, told.stderr
+        assert "got no-such-isa" in told.stdout
     listed = re.search(r"PAGED_ATTN_CPU_ISA must be one of ([\w, ]+)", result.stderr)
     assert listed, result.stderr
     return [name.strip() for name in listed[1].split(",")]
