@@ -215,7 +215,13 @@ def form(argument: str) -> str:
 @pytest.mark.parametrize("overload", OVERLOADS)
 def test_the_unspoilt_arguments_are_right(draw: Draw, device: str, overload: str) -> None:
     for query_len in (None, 2, [2, 1, 1]):
-        call(overload, decode_arguments(draw, query_len))
+        arguments = decode_arguments(draw, query_len)
+        results = call(overload, arguments)
+        if results is None:
+            results = arguments["out"]
+        out = results[0] if isinstance(results, tuple) else results
+        assert out.shape == arguments["q"].shape
+        assert bool(((out != CANARY) & out.isfinite()).all())
 
 
 @table(WRONG_DECODE)

@@ -72,3 +72,15 @@ def test_no_queries_at_all(draw: Draw, device: str) -> None:
     assert out.shape == case.q.shape
     assert lse.shape == case.q.shape[:-1]
     torch.ops.paged_attn.decode_with_lse.out(*case.args, out=out, lse=torch.empty_like(lse))
+
+
+@pytest.mark.usefixtures("checks")
+@pytest.mark.parametrize(("lens", "cu"), [([20], [0, 5]), ([], [5]), ([20, 5], [0, 0, -1])])
+def test_entries_beyond_no_query_tokens(
+    draw: Draw, device: str, lens: list[int], cu: list[int]
+) -> None:
+    """A bad cu_seqlens_q is told also where there is no row that it could spoil."""
+    case = build(draw, lens, query_len=[0] * len(lens))
+    case = case.with_(cu_seqlens_q=torch.tensor(cu, dtype=torch.int32, device=device))
+    with pytest.raises(IndexError, match=rf"cu_seqlens_q\[{len(cu) - 1}\]"):
+        case.decode()

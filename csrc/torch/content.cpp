@@ -27,26 +27,25 @@ bool set_checks(bool enabled) { return checks_flag().exchange(enabled); }
 bool checks_enabled() { return checks_flag().load(std::memory_order_relaxed); }
 
 void check_decode_content(const char* op, const DecodeParams& p) {
-  if (p.num_tokens == 0) return;
+  for (int64_t i = 0; p.cu_seqlens_q != nullptr && i <= p.batch_size; ++i) {
+    const int64_t least = i > 0 ? p.cu_seqlens_q[i - 1] : 0;
+    if (p.cu_seqlens_q[i] < least || p.cu_seqlens_q[i] > p.num_tokens) {
+      throw_bad_content(op, "cu_seqlens_q[" + std::to_string(i) + "] must be in [" +
+                                std::to_string(least) + ", " + std::to_string(p.num_tokens) +
+                                "], got " + std::to_string(p.cu_seqlens_q[i]));
+    }
+  }
   for (int64_t b = 0; b < p.batch_size; ++b) {
     const std::string sequence = "[" + std::to_string(b) + "]";
-    if (p.cu_seqlens_q) {
-      const int64_t begin = p.cu_seqlens_q[b];
-      const int64_t end = p.cu_seqlens_q[b + 1];
-      const int64_t bad = begin < 0 || begin > p.num_tokens ? b : b + 1;
-      const int64_t least = bad == b ? 0 : begin;
-      if (bad == b || end < begin || end > p.num_tokens) {
-        throw_bad_content(op, "cu_seqlens_q[" + std::to_string(bad) + "] must be in [" +
-                                  std::to_string(least) + ", " + std::to_string(p.num_tokens) +
-                                  "], got " + std::to_string(p.cu_seqlens_q[bad]));
-      }
-      if (p.max_query_len > 0 && end - begin > p.max_query_len) {
-        throw_bad_content(op, "sequence " + sequence + " of cu_seqlens_q must have at most " +
-                                  "max_query_len = " + std::to_string(p.max_query_len) +
-                                  " queries, got " + std::to_string(end - begin));
-      }
-      if (end == begin) continue;
+    const int64_t queries =
+        p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.query_len;
+    if (p.cu_seqlens_q && p.max_query_len > 0 && queries > p.max_query_len) {
+      throw_bad_content(op, "sequence " + sequence + " of cu_seqlens_q must have at most " +
+                                "max_query_len = " + std::to_string(p.max_query_len) +
+                                " queries, got " + std::to_string(queries));
     }
+    // Nothing is read for a sequence without queries.
+    if (queries == 0) continue;
     const int64_t length = p.context_lens[b];
     const int64_t capacity = p.max_blocks * p.block_size;
     if (length > capacity) {
