@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from paged_attn import _library
 
@@ -19,6 +20,16 @@ def test_cuda_kernels_are_compiled() -> None:
         pytest.skip(f"CUDA kernels were not compiled: {info['why_no_cuda']}")
     assert info["archs"]
     assert list(Path(_library.__file__).parent.glob("_C_cuda*.so"))
+
+
+def test_settings_of_the_cuda_library_work_without_a_gpu() -> None:
+    if _library.why_no_cuda is not None:
+        pytest.skip(f"the CUDA library is not loaded: {_library.why_no_cuda}")
+    for name, value in (("_set_cuda_checks", True), ("_set_shared_memory_cap", 99 * 1024)):
+        switch = getattr(torch.ops.paged_attn, name)
+        before = switch(value)
+        assert switch(before) == value
+        assert switch(before) == before
 
 
 def test_libraries_of_ops_depend_on_no_python() -> None:

@@ -178,7 +178,10 @@ STABLE_TORCH_LIBRARY_IMPL(paged_attn, CUDA, m) {
   paged_attn::Ops<paged_attn::CudaBackend>::add_to(m);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(paged_attn, m) { m.def("_set_cuda_checks(bool enabled) -> bool"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(paged_attn, m) {
+  m.def("_set_cuda_checks(bool enabled) -> bool");
+  m.def("_set_shared_memory_cap(int bytes) -> int");
+}
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
   m.impl("_set_cuda_checks", TORCH_BOX(&paged_attn::set_checks));
