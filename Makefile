@@ -72,11 +72,12 @@ sanitize: build
 		sh -c '$(abspath $(PY)) -c "import paged_attn; assert \"sanitize\" in paged_attn.__file__" && \
 		$(abspath $(PY)) -m pytest -q -m "not gpu" -p no:cacheprovider $(SANITIZED_TESTS)'
 
-# Every CUDA kernel under compute-sanitizer, in the Python that runs. Without PyTorch's cache of memory
-# each tensor has bounds of its own.
+# Every CUDA kernel of ours under compute-sanitizer, in the Python that runs. Without PyTorch's cache
+# of memory each tensor has bounds of its own.
 sanitize-gpu:
 	for tool in memcheck racecheck; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+			--kernel-name kernel_substring=paged_attn \
 			$(PYTHON) -m pytest -q -m gpu tests/test_every_kernel.py || exit 1; \
 	done
 

@@ -113,9 +113,13 @@ def test_one_sequence_fills_the_card() -> None:
     assert choose(1).head_lanes == 1
 
 
-def test_many_sequences_are_read_in_whole_rows() -> None:
-    assert choose(64).head_lanes == 8
-    assert choose(64, (32, 32)).head_lanes == 8
+def test_heads_lie_side_by_side_as_long_as_every_processor_has_a_segment() -> None:
+    assert choose(128).head_lanes == 8
+    assert choose(64).head_lanes == 4
+    assert choose(32).head_lanes == 2
+    assert choose(16, (64, 8)).head_lanes == 1
+    assert choose(32, (32, 32)).head_lanes == 8
+    assert choose(128, (8, 1)).head_lanes == 1
 
 
 def test_rows_beyond_a_tile_share_the_ring() -> None:

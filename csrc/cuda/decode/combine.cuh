@@ -27,19 +27,18 @@ __device__ __forceinline__ int32_t arrive(int32_t* counter) {
 // A unit that this block shares with others.
 struct CutUnit {
   Segment segment;
-  int first_block;
-  int last_block;
+  int blocks[2];  // the first and the last
 };
 
 template <typename T, int kHeadDim, int kRings, int kRowTiles>
 class Combiner {
  public:
-  static constexpr int64_t kWhole = -1;
+  static constexpr int kWhole = -1;
   using Math = TileMath<T, kHeadDim>;
   using State = RowState<Math::kFragments>;
   static constexpr int kFragments = Math::kFragments;
   static constexpr int kWarps = kRings * kRowTiles;
-  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T));
+  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), kRowTiles);
 
   // Behind the rings in shared memory.
   struct Shared {
@@ -67,12 +66,12 @@ class Combiner {
     named_barrier(1 + head_lane_, params_.token_lanes * kRowTiles * 32);
   }
 
-  // Takes in the states of a segment, or of a unit's parts, one of each warp of the head lane; the
-  // first `lanes_used` token lanes have one. `held_slot`: a slot of this warp's ring that it may
-  // write to. `part`: where in scratch the result goes, or kWhole: to the rows themselves. Ends
-  // with a barrier of the head lane if it took more than one lane.
+  // Takes in the states of a segment, one of each warp of the head lane; the first `lanes_used`
+  // token lanes have one. `held_slot`: a slot of this warp's ring that it may write to. `part`:
+  // where in scratch the result goes, or kWhole: to the rows themselves. Ends with a barrier of the
+  // head lane if it took more than one token lane.
   __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
-                                         int held_slot, int64_t part) const {
+                                         int held_slot, int part) const {
     if (lanes_used <= 1) {
       if (token_lane_ != 0) return;
       const Destination to = destination(rows, state.stats, part);
@@ -91,24 +90,26 @@ class Combiner {
     group_barrier();
     // Lane l looks after token lane l / 4: its factor, and where its state lies.
     const int mine = lane_ >> 2;
-    RowStats stats, other;
-    stats.clear();
-    other.clear();
+    RowStats of_lane[1];
+    float2 factor[1];
+    of_lane[0].clear();
     int offset = 0;
     if (mine < lanes_used) {
-      other = shared_.states[warp_index(mine)][lane_ & 3];
+      of_lane[0] = shared_.states[warp_index(mine)][lane_ & 3];
       offset = ring_index(mine) * ring_bytes_ + shared_.held_slots[ring_index(mine)] * kSlotBytes +
                row_tile_ * kFragments * 512;
     }
-    const float2 factor = stats.merge_over_lanes(other, params_.scale_log2);
+    RowStats stats;
+    stats.clear();
+    stats.max = max_over_tokens(of_lane[0].max);
+    stats.add(of_lane, factor, params_.scale_log2);
     const Destination to = destination(rows, stats, part);
-    // Each warp takes every token_lanes-th fragment.
 #pragma unroll 1
-    for (int i = token_lane_; i < kFragments; i += params_.token_lanes) {
+    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
       float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int t = 0; t < kRings; ++t) {
-        const float2 f = shuffle(factor, t * 4 + (lane_ & 3));
+        const float2 f = shuffle(factor[0], t * 4 + (lane_ & 3));
         const uint8_t* out = rings_ + __shfl_sync(~0u, offset, t * 4);
         if (t < lanes_used) {
           add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
@@ -121,12 +122,14 @@ class Combiner {
   }
 
   // Notes that `segment` is a part of a unit; returns where in scratch it goes.
-  __device__ __forceinline__ int64_t begin_part(const Share& share, const Segment& segment) {
+  __device__ __forceinline__ int begin_part(const Share& share, const Segment& segment) {
     const bool begins_here = segment.first == 0;
     cut_ends_ |= 1 << begins_here;
-    if (token_lane_ == 0 && row_tile_ == 0 && lane_ == 0) {
-      shared_.cuts[head_lane_][begins_here] = {segment, share.block_of(segment.unit_begin),
-                                               share.block_of(segment.unit_last)};
+    if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
+      CutUnit& cut = shared_.cuts[head_lane_][begins_here];
+      if (lane_ == 0) cut.segment = segment;
+      cut.blocks[lane_] =
+          share.block_of(segment.unit_begin + (lane_ == 0 ? 0 : segment.unit_steps - 1));
     }
     return part_of(blockIdx.x, begins_here);
   }
@@ -142,8 +145,8 @@ class Combiner {
       if (cut_ends_ >> lane_ & 1) {
         const CutUnit& cut = shared_.cuts[head_lane_][lane_];
         int32_t* counter = params_.arrivals +
-                           static_cast<int64_t>(cut.first_block) * params_.head_lanes + head_lane_;
-        last = arrive(counter) == cut.last_block - cut.first_block;
+                           static_cast<int64_t>(cut.blocks[0]) * params_.head_lanes + head_lane_;
+        last = arrive(counter) == cut.blocks[1] - cut.blocks[0];
       }
       shared_.is_last[lane_][head_lane_] = last;
     }
@@ -156,57 +159,98 @@ class Combiner {
     return mine ? &shared_.cuts[head_lane_][end] : nullptr;
   }
 
-  // Deals the blocks' parts of a unit to the token lanes, which then merge as after a segment.
-  // Returns how many lanes got some.
-  __device__ __forceinline__ int load_parts(const CutUnit& cut, State& state) const {
-    state.clear();
-    // Eight parts a round: lane l looks after the stats of the part l / 4 of them.
-    const int step = params_.token_lanes;
-#pragma unroll 1
-    for (int first = cut.first_block + token_lane_; first <= cut.last_block; first += 8 * step) {
-      const int mine = first + (lane_ >> 2) * step;
-      RowStats other;
-      other.clear();
-      if (mine <= cut.last_block) {
-        const int64_t part = part_of(mine, mine == cut.first_block);
-        const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
-        other = {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
-      }
-      state.raise_max(larger(state.stats.max, max_over_tokens(other.max)), params_.scale_log2);
-      const float2 factor = state.stats.merge_over_lanes(other, params_.scale_log2);
-      const int parts = min(8, (cut.last_block - first) / step + 1);
-      // As many loads at a time as there are registers for.
-      constexpr int kPartsAtATime = kFragments <= 8 ? 2 : 1;
-#pragma unroll kPartsAtATime
-      for (int i = 0; i < parts; ++i) {
-        const int block = first + i * step;
-        const float2 f = shuffle(factor, i * 4 + (lane_ & 3));
-        const float4* out = params_.partial_outputs +
-                            part_of(block, block == cut.first_block) * kFragments * 32 + lane_;
-        constexpr int kAtATime = kFragments < 8 ? kFragments : 8;
-#pragma unroll
-        for (int begin = 0; begin < kFragments; begin += kAtATime) {
-          float4 loaded[kAtATime];
-#pragma unroll
-          for (int j = 0; j < kAtATime; ++j) loaded[j] = __ldcg(out + (begin + j) * 32);
-#pragma unroll
-          for (int j = 0; j < kAtATime; ++j) add_scaled(state.out[begin + j], loaded[j], f);
-        }
-      }
+  // Adds up the blocks' parts of a unit into its rows. Each warp does its own fragments.
+  __device__ __forceinline__ void merge_parts(const CutUnit& cut, const RowTile& rows) const {
+    if (fragments_a_warp() == 1) {
+      merge_parts_of<1>(cut, rows);
+    } else {
+      merge_parts_of<4>(cut, rows);
     }
-    return min(params_.token_lanes, cut.last_block - cut.first_block + 1);
   }
 
  private:
+  // kEach fragments at a time, and as many parts as there are registers for.
+  template <int kEach>
+  __device__ __forceinline__ void merge_parts_of(const CutUnit& cut, const RowTile& rows) const {
+    constexpr int kRound = 16, kPartsALoad = kEach == 1 ? kRound : kRound / 2;
+    const bool has_rows = rows.exists(2 * (lane_ & 3));
+#pragma unroll 1
+    for (int done = 0; done < own_fragments(); done += kEach) {
+      const int left = has_rows ? own_fragments() - done : 0;
+      RowState<kEach> total;
+      total.clear();
+#pragma unroll 1
+      for (int first = cut.blocks[0]; first <= cut.blocks[1]; first += kRound) {
+        const int count = min(kRound, cut.blocks[1] - first + 1);
+        // The first block's part is the one that begins there, the others' begin before.
+        const auto place = [&](int i) { return part_of(first + i, first + i == cut.blocks[0]); };
+        RowStats each[kRound / 8];
+        float2 factors[kRound / 8];
+#pragma unroll
+        for (int h = 0; h < kRound / 8; ++h) {
+          const int i = h * 8 + (lane_ >> 2);
+          each[h].clear();
+          if (i < count) {
+            const float2* stats = params_.partial_states + (place(i) * 4 + (lane_ & 3)) * 3;
+            each[h] = {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
+          }
+        }
+#pragma unroll 1
+        for (int begin = 0; begin < count; begin += kPartsALoad) {
+          float4 loaded[kPartsALoad][kEach];
+#pragma unroll
+          for (int i = 0; i < kPartsALoad; ++i) {
+            const float4* from = params_.partial_outputs +
+                                 (place(begin + i) * kFragments + first_fragment() + done) * 32 +
+                                 lane_;
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+              loaded[i][k] = make_float4(0, 0, 0, 0);
+              if (begin + i < count && k < left) loaded[i][k] = __ldcg(from + k * 32);
+            }
+          }
+          if (begin == 0) {
+            const float2 max = max_over_tokens(larger(each[0].max, each[1].max));
+            total.raise_max(larger(total.stats.max, max), params_.scale_log2);
+            total.stats.add(each, factors, params_.scale_log2);
+          }
+#pragma unroll
+          for (int i = 0; i < kPartsALoad; ++i) {
+            const int source = begin + i;
+            const float2 f =
+                shuffle(source < 8 ? factors[0] : factors[1], (source & 7) * 4 + (lane_ & 3));
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) add_scaled(total.out[k], loaded[i][k], f);
+          }
+        }
+      }
+      const Destination to = destination(rows, total.stats, kWhole);
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        if (done + k < own_fragments()) emit(to, first_fragment() + done + k, total.out[k]);
+      }
+      if (token_lane_ == 0 && done == 0) emit_stats(rows, total.stats, kWhole);
+    }
+  }
+
   // Where in scratch a block keeps its part of a cut unit: of one that begins there, or before.
-  __device__ __forceinline__ int64_t part_of(int block, bool begins_here) const {
-    return (static_cast<int64_t>(block) * 2 + begins_here) * groups() + group();
+  __device__ __forceinline__ int part_of(int block, bool begins_here) const {
+    return (block * 2 + begins_here) * groups() + group();
+  }
+
+  // Merging is shared out by fragments: this warp's first and how many.
+  __device__ __forceinline__ int fragments_a_warp() const {
+    return (kFragments + params_.token_lanes - 1) >> params_.token_lanes_shift;
+  }
+  __device__ __forceinline__ int first_fragment() const { return token_lane_ * fragments_a_warp(); }
+  __device__ __forceinline__ int own_fragments() const {
+    return max(0, min(fragments_a_warp(), kFragments - first_fragment()));
   }
 
   __device__ __forceinline__ int group() const { return head_lane_ * kRowTiles + row_tile_; }
   __device__ __forceinline__ int groups() const { return params_.head_lanes * kRowTiles; }
   __device__ __forceinline__ int ring_index(int token_lane) const {
-    return token_lane * params_.head_lanes + head_lane_;
+    return (head_lane_ << params_.token_lanes_shift) + token_lane;
   }
   __device__ __forceinline__ int warp_index(int token_lane) const {
     return ring_index(token_lane) * kRowTiles + row_tile_;
@@ -217,30 +261,33 @@ class Combiner {
 
   // Where fragments go: to scratch as they are, or normalised to this lane's row of out.
   struct Destination {
-    float4* scratch;  // null: to the row
+    bool is_part;
+    float4* scratch;  // null: none of this lane's rows exists
     T* out_row;       // null: there is none
     float2 factor;
   };
 
   __device__ __forceinline__ Destination destination(const RowTile& rows, const RowStats& stats,
-                                                     int64_t part) const {
-    Destination to{nullptr, nullptr, make_float2(0, 0)};
-    if (part != kWhole) {
-      to.scratch = params_.partial_outputs + part * kFragments * 32 + lane_;
+                                                     int part) const {
+    Destination to{part != kWhole, nullptr, nullptr, make_float2(0, 0)};
+    if (to.is_part) {
+      if (rows.exists(2 * (lane_ & 3))) {
+        to.scratch = params_.partial_outputs + part * kFragments * 32 + lane_;
+      }
       return to;
     }
     if (rows.exists(lane_ >> 2)) {
       to.out_row = static_cast<T*>(params_.decode.out) +
                    rows.offset(params_, params_.decode.out_strides, lane_ >> 2);
     }
-    to.factor = make_float2(stats.sum.x == 0 ? 0.f : 1.f / stats.sum.x,
-                            stats.sum.y == 0 ? 0.f : 1.f / stats.sum.y);
+    to.factor = make_float2(stats.sum.x == 0 ? 0.f : __fdividef(1, stats.sum.x),
+                            stats.sum.y == 0 ? 0.f : __fdividef(1, stats.sum.y));
     return to;
   }
 
   __device__ __forceinline__ void emit(const Destination& to, int i, float4 o) const {
-    if (to.scratch != nullptr) {
-      __stcg(to.scratch + i * 32, o);
+    if (to.is_part) {
+      if (to.scratch != nullptr) __stcg(to.scratch + i * 32, o);
     } else {
       scale_rows(o, to.factor);
       Math::store(to.out_row, i, o, static_cast<int>(params_.decode.head_dim),
@@ -249,7 +296,7 @@ class Combiner {
   }
 
   __device__ __forceinline__ void emit_stats(const RowTile& rows, const RowStats& stats,
-                                             int64_t part) const {
+                                             int part) const {
     if (lane_ >= 4) return;
     if (part != kWhole) {
       float2* to = params_.partial_states + (part * 4 + lane_) * 3;

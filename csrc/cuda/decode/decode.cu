@@ -71,20 +71,20 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   device.arrivals = reinterpret_cast<int32_t*>(bytes + layout.arrivals);
   device.num_arrivals = static_cast<int32_t>(layout.num_arrivals);
   device.group = static_cast<int32_t>(params.num_heads / params.num_kv_heads);
+  device.by_group = Divisor(device.group);
+  device.by_block_size = Divisor(std::clamp<int64_t>(params.block_size, 1, 0x7fffffff));
   device.head_groups =
       static_cast<int32_t>((params.num_kv_heads + config.head_lanes - 1) / config.head_lanes);
   device.head_lanes = config.head_lanes;
   device.token_lanes = config.token_lanes;
   while (1 << device.token_lanes_shift < config.token_lanes) ++device.token_lanes_shift;
   device.line_shift = config.line_shift;
+  device.by_head_groups = Divisor(device.head_groups);
+  device.by_grid = Divisor(config.grid);
   device.min_steps = std::max(config.min_tiles >> device.line_shift, 1);
   while (params.block_size % (2 << device.run_shift) == 0 &&
          (1 << device.run_shift) < kTileTokens) {
     ++device.run_shift;
-  }
-  device.block_shift = -1;
-  for (int shift = 0; shift < 31; ++shift) {
-    if (params.block_size == int64_t{1} << shift) device.block_shift = shift;
   }
   device.scale_log2 = static_cast<float>(std::abs(params.scale) * M_LOG2E);
   device.score_sign = params.scale < 0 ? -1.f : 1.f;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../params.h"
+#include "divisor.h"
 #include "heuristics.h"
 
 namespace paged_attn::cuda {
@@ -15,7 +16,11 @@ struct DeviceParams {
   int32_t* arrivals;        // [grid, head_lanes]
   int32_t num_arrivals;
 
-  int32_t group;        // query heads a KV head
+  int32_t group;  // query heads a KV head
+  Divisor by_group;
+  Divisor by_block_size;
+  Divisor by_head_groups;
+  Divisor by_grid;
   int32_t head_groups;  // KV heads by head_lanes at a time
   int32_t head_lanes;
   int32_t token_lanes;
@@ -24,7 +29,6 @@ struct DeviceParams {
   int32_t line_shift;         // see schedule.cuh
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
-  int32_t block_shift;  // log2(block_size), or -1 if that is no whole number
   float scale_log2;     // |scale| * log2(e)
   float score_sign;     // scale's: scores are q . k times it, so that the largest has most weight
   float slack;          // a score may exceed the row's reference by so much

@@ -50,7 +50,7 @@ struct KernelShape {
 };
 
 constexpr KernelShape kKernelShapes[] = {
-    // At most 128 KB of ring buffers, ...
+    // At most 128 KB of tiles in the ring buffers, ...
     {64, 2, 8, 1, 4},
     {64, 2, 4, 2, 4},
     {128, 2, 8, 1, 2},
@@ -60,10 +60,11 @@ constexpr KernelShape kKernelShapes[] = {
     {64, 4, 8, 1, 2},
     {128, 4, 4, 1, 2},
     {256, 4, 2, 1, 2},
-    // ... and at most 64 KB, for devices whose blocks may have no more than 99 KB in all.
+    // ... and fewer, for devices whose blocks may have no more than 99 KB in all.
     {64, 2, 8, 1, 2},
+    {64, 2, 4, 2, 3},
     {128, 2, 4, 1, 2},
-    {128, 2, 4, 2, 2},
+    {128, 2, 2, 2, 3},
     {256, 2, 2, 1, 2},
     {256, 2, 2, 2, 2},
     {64, 4, 4, 1, 2},
@@ -71,32 +72,32 @@ constexpr KernelShape kKernelShapes[] = {
     {256, 4, 1, 1, 2},
 };
 
-// K and V of one tile.
-constexpr int slot_bytes(int head_dim, int element_bytes) {
-  return 2 * kTileTokens * head_dim * element_bytes;
+// K and V of one tile, and the query rows that the first tile of a segment brings along.
+constexpr int slot_bytes(int head_dim, int element_bytes, int row_tiles) {
+  return (2 * kTileTokens + row_tiles * kTileRows) * head_dim * element_bytes;
 }
 
 // Rings, and behind them what the merges keep: states of each warp, cut units of each ring. This is
 // what a launch asks for; the kernel has a little of its own besides.
 constexpr int shared_bytes(const KernelShape& shape) {
-  return shape.rings * (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes) +
-                        shape.row_tiles * 98 + 160) +
-         64;
+  return shape.rings *
+             (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes, shape.row_tiles) +
+              shape.row_tiles * 96 + 128) +
+         32;
 }
 
 constexpr int own_shared_bytes(const KernelShape& shape) {
   return 32 * shape.rings * shape.row_tiles * 16 + 256;
 }
 
-// How many KV heads the rings take side by side: as many as leave enough segments to keep the card
-// busy, because neighbouring heads' rows are neighbours in memory and a ring has whole segments to
+// How many KV heads the rings take side by side: as many as leave a segment for every processor,
+// because neighbouring heads' rows are neighbours in memory and a ring has whole segments to
 // itself. The rest of the rings share a head's tokens.
-inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads) {
-  constexpr int64_t kEnoughSegments = 32;
+inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads, int num_sms) {
   for (int lanes = rings; lanes > 1; lanes /= 2) {
     const int64_t groups = (num_kv_heads + lanes - 1) / lanes;
     const bool few_idle = num_kv_heads * 4 >= groups * lanes * 3;
-    if (few_idle && batch_size * groups >= kEnoughSegments) return lanes;
+    if (few_idle && batch_size * groups * 8 >= num_sms * 7) return lanes;
   }
   return 1;
 }
@@ -129,7 +130,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
     config.shared_bytes = shared_bytes(shape);
   }
   if (config.rings == 0) return config;
-  config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads);
+  config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads, limits.num_sms);
   config.token_lanes = config.rings / config.head_lanes;
 
   // Where segments are fewer than blocks, equal ones are cut into equal whole parts.

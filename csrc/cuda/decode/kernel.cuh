@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int row_tile = warp % kRowTiles, ring = warp / kRowTiles;
-  const int token_lane = ring / params.head_lanes, head_lane = ring % params.head_lanes;
+  const int token_lane = ring & (params.token_lanes - 1);
+  const int head_lane = ring >> params.token_lanes_shift;
   const auto ring_barrier = [&] {
     if constexpr (kRowTiles == 1) {
       __syncwarp();
@@ -41,48 +42,34 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
   if (params.decode.cu_seqlens_q != nullptr) wait_for_kernel_before();
   __shared__ Sequence staged[kThreads];
   const Share share = find_share<kThreads, kRowsAPass>(params, staged);
-  if (share.begin == share.end) {
+  if (share.begin >= share.end) {
     wait_for_kernel_before();
     return;
   }
 
   Stream stream(params, share, staged, shared + ring * kRingBytes, head_lane, token_lane, row_tile,
                 lane);
-  SegmentCursor<kRowsAPass, kThreads> cursor(share, staged, lane);
+  SegmentCursor<kRowsAPass, kThreads> cursor(params, share, staged, lane);
   auto& combine_shared = *reinterpret_cast<typename Combine::Shared*>(shared + kRings * kRingBytes);
   Combine combine(params, shared, kRingBytes, combine_shared, head_lane, token_lane, row_tile,
                   lane);
 
-  // The query of the segment after the one in work is fetched ahead where there are registers for
-  // it.
-  constexpr bool kFetchAhead = kHeadDim <= 128;
-  typename Math::Query query, next_query;
-  const auto load_query = [&](typename Math::Query& to, const RowTile& of) {
-    const int row = lane >> 2;
-    const T* address = nullptr;
-    if (of.exists(row) && of.kv_head < params.decode.num_kv_heads) {
-      address =
-          static_cast<const T*>(params.decode.q) + of.offset(params, params.decode.q_strides, row);
-    }
-    Math::load_query(to, address, static_cast<int>(params.decode.head_dim), lane);
-  };
-
+  typename Math::Query query;
   RowTile rows;
   typename Combine::State state;
-  int lanes_used = 0;              // token lanes that have a part of what is in work
-  int64_t part = Combine::kWhole;  // where its result goes
-  bool more = true;                // a segment is yet to come
-  int ordinal = -2;                // of the segment in work; the cursor starts before the first
-  int tile = 0, end_tile = 0;      // this warp's next tile of it, and past the last
-  int limit[2] = {};               // keys that this lane's rows see
-  int slot = 0;                    // of the ring's next tile to take
-  int free_slots = 0;              // so many before it may be filled
-  bool poisoned = false;           // the sequence has a block id outside the pool
-  bool holds_slot = false;         // the one before it is kept for the merge of token lanes
-  int ends_merged = -1;            // of the share: -1 before its parts are announced
+  int lanes_used = 0;          // token lanes that have a part of it
+  int part = Combine::kWhole;  // where its result goes
+  bool is_new = false;         // its query is yet to be taken from the ring
+  int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last
+  int limit[2] = {};           // keys that this lane's rows see
+  int slot = 0;                // of the ring's next tile to take
+  int free_slots = kStages;    // so many before it may be filled
+  bool poisoned = false;       // the sequence has a block id outside the pool
+  bool holds_slot = false;     // the one before it is kept for the merge of token lanes
 
-  // NOTE: one loop, with one place for each thing that is done: a kernel whose code is twice as
-  // long takes microseconds longer to start, because instructions have to be fetched too.
+  // NOTE: one loop, with one place for each thing that is done. Code is warm in the
+  // multiprocessor's instruction cache from one call to the next only as long as it fits there, 128
+  // KB.
 #pragma unroll 1
   for (;;) {
 #pragma unroll 1
@@ -95,6 +82,10 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
       ring_barrier();
       poisoned |= stream.is_bad(slot);
       const uint8_t* k_tile = shared + ring * kRingBytes + slot * Stream::kSlotBytes;
+      if (is_new || !Math::kQueryInRegisters) {
+        Math::load_query(query, k_tile + Stream::query_offset(row_tile), lane);
+        is_new = false;
+      }
       float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
       const float sign = params.score_sign;
       s = make_float4(s.x * sign, s.y * sign, s.z * sign, s.w * sign);
@@ -128,7 +119,7 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
       continue;
     }
 
-    // What was in work is complete: a segment, or a unit of which this block merges the parts.
+    // The segment in work is complete.
     if (poisoned) state.poison();
     poisoned = false;
     if (lanes_used > 0) {
@@ -137,48 +128,29 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     free_slots = holds_slot;
     holds_slot = false;
 
-    if (more) {
-      const Segment segment = cursor.segment();
-      if (kFetchAhead) query = next_query;
-      more = cursor.advance(params);
-      ++ordinal;
-      if (more && (kFetchAhead || ordinal < 0)) {
-        load_query(kFetchAhead ? next_query : query,
-                   RowTile(params, cursor.segment(), head_lane, row_tile, kRowsAPass));
-      }
-      if (ordinal < 0) {
-        // The ring is filled only now, for loads of queries would have to queue behind it.
-        free_slots = kStages;
-        continue;
-      }
-      rows = RowTile(params, segment, head_lane, row_tile, kRowsAPass);
-      if (!kFetchAhead && ordinal > 0) load_query(query, rows);
-      lanes_used = min(params.token_lanes, segment.end - segment.first);
-      tile = segment.first + token_lane;
-      end_tile = segment.end;
-      if (rows.kv_head >= params.decode.num_kv_heads) lanes_used = end_tile = 0;  // a spare lane
-      limit[0] = rows.limit(params, segment.sequence, 2 * (lane & 3));
-      limit[1] = rows.limit(params, segment.sequence, 2 * (lane & 3) + 1);
-      state.clear();
-      part = segment.is_whole() || lanes_used == 0 ? Combine::kWhole
-                                                   : combine.begin_part(share, segment);
-      continue;
-    }
+    if (!cursor.advance(params)) break;
+    const Segment& segment = cursor.segment();
+    rows = RowTile(params, segment, head_lane, row_tile, kRowsAPass);
+    is_new = true;
+    lanes_used = min(params.token_lanes, segment.end - segment.first);
+    tile = segment.first + token_lane;
+    end_tile = segment.end;
+    if (rows.kv_head >= params.decode.num_kv_heads) lanes_used = end_tile = 0;  // a spare lane
+    limit[0] = rows.limit(params, segment.sequence, 2 * (lane & 3));
+    limit[1] = rows.limit(params, segment.sequence, 2 * (lane & 3) + 1);
+    state.clear();
+    part = segment.is_whole() || lanes_used == 0 ? Combine::kWhole
+                                                 : combine.begin_part(share, segment);
+  }
 
-    if (ends_merged < 0) {
-      wait_copies<0>();
-      wait_for_kernel_before();
-      combine.announce_parts();
-      ends_merged = 0;
+  wait_copies<0>();
+  wait_for_kernel_before();
+  combine.announce_parts();
+#pragma unroll 1
+  for (int end = 0; end < 2; ++end) {
+    if (const CutUnit* cut = combine.unit_to_merge(end)) {
+      combine.merge_parts(*cut, RowTile(params, cut->segment, head_lane, row_tile, kRowsAPass));
     }
-    for (lanes_used = 0; ends_merged < 2 && lanes_used == 0; ++ends_merged) {
-      if (const CutUnit* cut = combine.unit_to_merge(ends_merged)) {
-        rows = RowTile(params, cut->segment, head_lane, row_tile, kRowsAPass);
-        lanes_used = combine.load_parts(*cut, state);
-        part = Combine::kWhole;
-      }
-    }
-    if (lanes_used == 0) break;
   }
 }
 

@@ -14,7 +14,7 @@ cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config
                           const DeviceLimits& limits, cudaStream_t stream) {
   constexpr KernelShape kShape = {kHeadDim, sizeof(T), kRings, kRowTiles, kStages};
   static_assert(sizeof(typename Combiner<T, kHeadDim, kRings, kRowTiles>::Shared) +
-                    kRings * kStages * slot_bytes(kHeadDim, sizeof(T)) <=
+                    kRings * kStages * slot_bytes(kHeadDim, sizeof(T), kRowTiles) <=
                 shared_bytes(kShape));
   const auto kernel = decode_kernel<T, kHeadDim, kRings, kRowTiles, kStages>;
   const cudaError_t error = cudaFuncSetAttribute(

@@ -82,24 +82,25 @@ struct TileMath {
   static constexpr int kFragments = kHeadDim / 16;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
 
+  static constexpr bool kQueryInRegisters = true;
+
   // Row lane / 4 of the query tile, as the B operand.
   struct Query {
     uint32_t fragment[kFragments][2];
   };
 
-  // `row`: this lane's query row, null for a row that does not exist.
-  static __device__ __forceinline__ void load_query(Query& query, const T* row, int head_dim,
-                                                    int lane) {
-    const int column = 2 * (lane & 3);
+  // `tile`: 8 rows in shared memory, chunks permuted as those of K.
+  static __device__ __forceinline__ void load_query(Query& query, const uint8_t* tile, int lane) {
+    const int row = lane & 7;
+    const uint32_t address = shared_address(tile) + row * kRowBytes;
 #pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int d = i * 16 + half * 8 + column;
-        query.fragment[i][half] = row != nullptr && d < head_dim
-                                      ? __ldcg(reinterpret_cast<const uint32_t*>(row + d))
-                                      : 0u;
-      }
+    for (int i = 0; i < kFragments; i += 2) {
+      uint32_t r[4];
+      ldmatrix(r, address + swizzle(row, 2 * i + (lane >> 3)) * 16);
+      query.fragment[i][0] = r[0];
+      query.fragment[i][1] = r[1];
+      query.fragment[i + 1][0] = r[2];
+      query.fragment[i + 1][1] = r[3];
     }
   }
 
@@ -171,19 +172,14 @@ struct TileMath<float, kHeadDim> {
   static constexpr int kFragments = kHeadDim / 16;
   static constexpr int kRowBytes = kHeadDim * 4;
 
-  // Rows 2 * (lane % 4) and the next; they stay in global memory, where the first level cache holds
-  // them.
+  static constexpr bool kQueryInRegisters = false;
+
   struct Query {
-    const float* row[2];
+    const uint8_t* tile;
   };
 
-  static __device__ __forceinline__ void load_query(Query& query, const float* row, int, int lane) {
-    const auto address = reinterpret_cast<unsigned long long>(row);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      query.row[half] =
-          reinterpret_cast<const float*>(__shfl_sync(~0u, address, (2 * (lane & 3) + half) * 4));
-    }
+  static __device__ __forceinline__ void load_query(Query& query, const uint8_t* tile, int) {
+    query.tile = tile;
   }
 
   static __device__ __forceinline__ float4 load(const uint8_t* tile, int row, int chunk) {
@@ -197,14 +193,12 @@ struct TileMath<float, kHeadDim> {
   static __device__ __forceinline__ float4 scores(const uint8_t* k_tile, const Query& query,
                                                   int head_dim, int lane) {
     float4 s = make_float4(0, 0, 0, 0);
-    const float4 zero = make_float4(0, 0, 0, 0);
+    const int row = 2 * (lane & 3);
+#pragma unroll 2
     for (int chunk = 0; chunk < head_dim / 4; ++chunk) {
       const float4 k0 = load(k_tile, lane >> 2, chunk);
       const float4 k1 = load(k_tile, (lane >> 2) + 8, chunk);
-      const float4 q0 =
-          query.row[0] ? __ldg(reinterpret_cast<const float4*>(query.row[0]) + chunk) : zero;
-      const float4 q1 =
-          query.row[1] ? __ldg(reinterpret_cast<const float4*>(query.row[1]) + chunk) : zero;
+      const float4 q0 = load(query.tile, row, chunk), q1 = load(query.tile, row + 1, chunk);
       s = make_float4(dot(k0, q0, s.x), dot(k0, q1, s.y), dot(k1, q0, s.z), dot(k1, q1, s.w));
     }
     return s;
@@ -212,6 +206,7 @@ struct TileMath<float, kHeadDim> {
 
   static __device__ __forceinline__ float4 accumulate(float4 (&out)[kFragments],
                                                       const uint8_t* v_tile, float4 p, int lane) {
+#pragma unroll 1
     for (int token = 0; token < 8; ++token) {
       const int source = token * 4 + (lane & 3);
       const float4 weight =
@@ -233,11 +228,10 @@ struct TileMath<float, kHeadDim> {
 
   static __device__ __forceinline__ void store(float* out_row, int i, float4 o, int head_dim, bool,
                                                int lane) {
-    Query rows;
-    load_query(rows, out_row, head_dim, lane);
+    const auto address = reinterpret_cast<unsigned long long>(out_row);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float* row = const_cast<float*>(rows.row[half]);
+      auto* row = reinterpret_cast<float*>(__shfl_sync(~0u, address, (2 * (lane & 3) + half) * 4));
       const int d = i * 16 + (lane >> 2);
       if (row != nullptr && d < head_dim) row[d] = half ? o.y : o.x;
       if (row != nullptr && d + 8 < head_dim) row[d + 8] = half ? o.w : o.z;

@@ -17,19 +17,18 @@ struct RowTile {
   RowTile() = default;
   __device__ __forceinline__ RowTile(const DeviceParams& params, const Segment& segment,
                                      int head_lane, int row_tile, int rows_a_pass) {
-    const int pass = segment.unit / params.head_groups;
     batch = segment.batch;
     ragged_row = segment.sequence.first_row;
     num_rows = segment.sequence.query_len * params.group;
-    first = pass * rows_a_pass + row_tile * kTileRows;
-    kv_head = (segment.unit - pass * params.head_groups) * params.head_lanes + head_lane;
+    first = segment.pass * rows_a_pass + row_tile * kTileRows;
+    kv_head = segment.head_group * params.head_lanes + head_lane;
   }
 
   __device__ __forceinline__ bool exists(int row) const { return first + row < num_rows; }
 
-  // The query token of row `row`. Most calls have one, and need no division to find it.
+  // The query token of row `row`.
   __device__ __forceinline__ int token(const DeviceParams& params, int row) const {
-    return num_rows == params.group ? 0 : (first + row) / params.group;
+    return params.by_group.quotient(first + row);
   }
 
   // Keys that row `row` of the tile sees; all of them for one that does not exist.

@@ -34,8 +34,8 @@ __device__ __forceinline__ Sequence load_sequence(const DeviceParams& params, in
 }
 
 __device__ __forceinline__ int tiles_of(const Sequence& sequence) {
-  // Written so that a context of 2^31 - 1 tokens does not overflow.
-  return sequence.context_len / kTileTokens + (sequence.context_len % kTileTokens != 0);
+  return static_cast<int>((static_cast<uint32_t>(sequence.context_len) + kTileTokens - 1) >>
+                          kTileShift);
 }
 
 }  // namespace paged_attn::cuda

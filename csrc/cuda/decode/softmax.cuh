@@ -12,10 +12,17 @@ __device__ __forceinline__ float2 larger(float2 a, float2 b) {
   return make_float2(fmaxf(a.x, b.x), fmaxf(a.y, b.y));
 }
 
+// 2^x to within 2 units in the last place; results below the smallest normal number become 0.
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 2^((a - b) * scale) for a <= b; 0 for a = -inf, also when b is no more.
 __device__ __forceinline__ float2 weight_of_difference(float2 a, float2 b, float scale) {
-  return make_float2(a.x == -INFINITY ? 0.f : exp2f((a.x - b.x) * scale),
-                     a.y == -INFINITY ? 0.f : exp2f((a.y - b.y) * scale));
+  return make_float2(a.x == -INFINITY ? 0.f : power_of_2((a.x - b.x) * scale),
+                     a.y == -INFINITY ? 0.f : power_of_2((a.y - b.y) * scale));
 }
 
 __device__ __forceinline__ void scale_rows(float4& o, float2 factor) {
@@ -62,20 +69,24 @@ struct RowStats {
     sum = exact_sum = make_float2(0, 0);
   }
 
-  // Takes in the stats of eight others, one of each 4 lanes; returns the factor of this lane's.
-  __device__ __forceinline__ float2 merge_over_lanes(const RowStats& other, float scale) {
-    const float2 new_max = larger(max, max_over_tokens(other.max));
-    const float2 own = weight_of_difference(max, new_max, scale);
-    const float2 factor = weight_of_difference(other.max, new_max, scale);
-    max = new_max;
-    const float2 more =
-        sum_over_tokens(make_float2(factor.x * other.sum.x, factor.y * other.sum.y));
-    sum = make_float2(fmaf(own.x, sum.x, more.x), fmaf(own.y, sum.y, more.y));
-    const float2 exact_more =
-        sum_over_tokens(make_float2(factor.x * other.exact_sum.x, factor.y * other.exact_sum.y));
-    exact_sum =
-        make_float2(fmaf(own.x, exact_sum.x, exact_more.x), fmaf(own.y, exact_sum.y, exact_more.y));
-    return factor;
+  // Takes in 8 * kEach others, none of which has a greater max: lane l has the stats of the
+  // (l / 4 + 8 i)-th in each[i], and gets its factor.
+  template <int kEach>
+  __device__ __forceinline__ void add(const RowStats (&each)[kEach], float2 (&factors)[kEach],
+                                      float scale) {
+    float2 more = make_float2(0, 0), exact_more = make_float2(0, 0);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const float2 f = weight_of_difference(each[i].max, max, scale);
+      more = make_float2(fmaf(f.x, each[i].sum.x, more.x), fmaf(f.y, each[i].sum.y, more.y));
+      exact_more = make_float2(fmaf(f.x, each[i].exact_sum.x, exact_more.x),
+                               fmaf(f.y, each[i].exact_sum.y, exact_more.y));
+      factors[i] = f;
+    }
+    more = sum_over_tokens(more);
+    exact_more = sum_over_tokens(exact_more);
+    sum = make_float2(sum.x + more.x, sum.y + more.y);
+    exact_sum = make_float2(exact_sum.x + exact_more.x, exact_sum.y + exact_more.y);
   }
 };
 
@@ -101,8 +112,9 @@ struct RowState {
     // Any finite reference will do for a row that saw no key yet.
     const float2 reference = make_float2(stats.max.x == -INFINITY ? 0.f : stats.max.x,
                                          stats.max.y == -INFINITY ? 0.f : stats.max.y);
-    return make_float4(exp2f((s.x - reference.x) * scale), exp2f((s.y - reference.y) * scale),
-                       exp2f((s.z - reference.x) * scale), exp2f((s.w - reference.y) * scale));
+    return make_float4(
+        power_of_2((s.x - reference.x) * scale), power_of_2((s.y - reference.y) * scale),
+        power_of_2((s.z - reference.x) * scale), power_of_2((s.w - reference.y) * scale));
   }
 
   __device__ __forceinline__ void add_exact(float4 p) {

@@ -1,20 +1,21 @@
 // Tiles on their way from the paged pool to shared memory. Each ring of a block streams the tiles
 // of one KV head lane and one token lane, segment after segment: when a segment ends, the loads of
-// the next are already under way.
+// the next are already under way. A segment's first tile brings its query rows along.
 #pragma once
 
 #include "mma.cuh"
-#include "schedule.cuh"
+#include "rows.cuh"
 
 namespace paged_attn::cuda {
 
 // Copies 16 bytes without passing through registers; zeros instead if `read` is false, and then
 // `source` is not touched. Cache lines are marked to go first: each is needed once.
-__device__ __forceinline__ void copy_async(uint32_t shared, const void* source, bool read,
-                                           uint64_t policy) {
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* source, bool read) {
+  // What createpolicy.fractional.L2::evict_first gives for all of the accesses.
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
-      "l"(source), "r"(read ? 16 : 0), "l"(policy)
+      "l"(source), "r"(read ? 16 : 0), "l"(kEvictFirst)
       : "memory");
 }
 
@@ -27,21 +28,21 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 template <typename T, int kHeadDim, int kRowTiles, int kStaged>
 class TileStream {
  public:
   using Cursor = SegmentCursor<kTileRows * kRowTiles, kStaged>;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kTileBytes = kTileTokens * kRowBytes;
-  static constexpr int kSlotBytes = 2 * kTileBytes;  // K, then V
+  static constexpr int kQueryBytes = kTileRows * kRowBytes;
+  // K, V and the query rows of each row tile.
+  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), kRowTiles);
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kCopies = kTileTokens * kChunks / 32 / kRowTiles;  // of K, a lane
+
+  // NOTE: each of these copies has registers of its own for its address, for a register that a copy
+  // under way still has to read cannot be written: the copies would go out one by one.
+  static constexpr int kCopiesAtATime = kCopies < 16 ? kCopies : 8;
 
   // Whether some live block id of the sequence whose tile is in the slot lies outside the pool. Not
   // every one of its tiles tells, but one of its tiles does.
@@ -51,18 +52,22 @@ class TileStream {
                                         const Sequence (&staged)[kStaged], uint8_t* ring,
                                         int head_lane, int token_lane, int row_tile, int lane)
       : params_(params),
-        ahead_(share, staged, lane),
+        ahead_(params, share, staged, lane),
         ring_(shared_address(ring)),
         head_lane_(head_lane),
         token_lane_(token_lane),
         row_tile_(row_tile),
         lane_(lane) {}
 
+  // This row tile's query rows.
+  static constexpr int query_offset(int row_tile) {
+    return 2 * kTileBytes + row_tile * kQueryBytes;
+  }
+
   // Starts the copies of the stream's next tile into `slot`. One group of copies a call, empty when
   // the stream has ended.
   __device__ __forceinline__ void issue(int slot) {
-    // NOTE: code that runs once a block costs as much to fetch as to run; so this is the only place
-    // where batches are loaded, the first two included.
+    // The only place where batches are loaded, the first two included.
 #pragma unroll 1
     while (current_.tiles == 0 && !(ended_ && next_.tiles == 0)) {
       current_ = next_;
@@ -72,10 +77,13 @@ class TileStream {
     }
     if (current_.tiles > 0) {
       const uint32_t shared = ring_ + slot * kSlotBytes;
-      if (params_.run_shift == kTileShift) {
-        copy_tile_of_one_block(shared);
-      } else {
+      if (current_.has_query && (taken_ == 0 || !kQueryInRegisters)) {
+        copy_query(shared + query_offset(row_tile_));
+      }
+      if (params_.run_shift != kTileShift) {
         copy_tile_of_runs(shared);
+      } else {
+        copy_tile_of_one_block(shared);
       }
       bad_slots_ = (bad_slots_ & ~(1u << slot)) | (static_cast<unsigned>(current_bad_) << slot);
       current_.tile += params_.token_lanes;
@@ -86,6 +94,7 @@ class TileStream {
   }
 
  private:
+  static constexpr bool kQueryInRegisters = TileMath<T, kHeadDim>::kQueryInRegisters;
   static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(T));
 
   // Some of one segment's tiles and the block ids that they need: lane i holds that of the i-th run
@@ -95,8 +104,10 @@ class TileStream {
     int tile;
     int context_len;
     int kv_head;
-    int block_id;    // -1: outside the pool
-    int block_slot;  // the run's first slot
+    int block_id;        // -1: outside the pool
+    int block_slot;      // the run's first slot
+    bool has_query;      // its first tile, or every one, brings the query rows:
+    const T* query_row;  // row lane / 4 of the row tile; null: there is none
   };
 
   // This lane's i-th copy: its row of the tile and its 16-byte chunk of the row.
@@ -107,46 +118,53 @@ class TileStream {
     return kChunks > 32 ? i * 32 % kChunks + lane_ : lane_ % kChunks;
   }
 
-  __device__ __forceinline__ void copy_row_of(uint32_t shared, int i, const T* k, const T* v,
-                                              bool read, uint64_t policy) const {
-    const int row = copy_row(i), chunk = copy_chunk(i);
-    const uint32_t to = shared + row * kRowBytes + swizzle(row, chunk) * 16;
-    copy_async(to, k, read, policy);
-    copy_async(to + kTileBytes, v, read, policy);
+  __device__ __forceinline__ uint32_t place(uint32_t tile, int i) const {
+    const int row = copy_row(i);
+    return tile + row * kRowBytes + swizzle(row, copy_chunk(i)) * 16;
   }
 
   __device__ __forceinline__ const T* address(const void* cache, const CacheStrides& strides,
                                               int id, int block_slot) const {
-    return static_cast<const T*>(cache) + id * strides.block + block_slot * strides.slot +
-           current_.kv_head * strides.head;
+    return static_cast<const T*>(cache) + static_cast<uint32_t>(id) * strides.block +
+           static_cast<uint32_t>(block_slot) * strides.slot + current_.kv_head * strides.head;
   }
 
   // The usual case: rows a constant step apart.
   __device__ __forceinline__ void copy_tile_of_one_block(uint32_t shared) const {
     const DecodeParams& p = params_.decode;
-    const uint64_t policy = evict_first_policy();
     const int id = __shfl_sync(~0u, current_.block_id, taken_);
     const int block_slot = __shfl_sync(~0u, current_.block_slot, taken_);
     const int live_rows = id < 0 ? 0 : current_.context_len - (current_.tile << kTileShift);
-    const T* k = address(p.k_cache, p.k_strides, id, block_slot + copy_row(0));
-    const T* v = address(p.v_cache, p.v_strides, id, block_slot + copy_row(0));
+    const auto copy = [&](uint32_t to, const void* cache, const CacheStrides& strides) {
+      const T* from = address(cache, strides, id, block_slot + copy_row(0));
+#pragma unroll kCopiesAtATime
+      for (int i = 0; i < kCopies; ++i) {
+        const int d = copy_chunk(i) * kChunkElements;
+        copy_async(place(to, i), from + (copy_row(i) - copy_row(0)) * strides.slot + d,
+                   copy_row(i) < live_rows && d < p.head_dim);
+      }
+    };
+    copy(shared, p.k_cache, p.k_strides);
+    copy(shared + kTileBytes, p.v_cache, p.v_strides);
+  }
+
+  __device__ __forceinline__ void copy_query(uint32_t tile) const {
+    const int row = lane_ >> 2;
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int d = copy_chunk(i) * kChunkElements;
-      const bool read = copy_row(i) < live_rows && d < p.head_dim;
-      const int64_t rows = copy_row(i) - copy_row(0);
-      copy_row_of(shared, i, k + rows * p.k_strides.slot + d, v + rows * p.v_strides.slot + d, read,
-                  policy);
+    for (int i = 0; i < kChunks; i += 4) {
+      const int chunk = i + (lane_ & 3);
+      copy_async(tile + row * kRowBytes + swizzle(row, chunk) * 16,
+                 current_.query_row + chunk * kChunkElements,
+                 current_.query_row != nullptr && chunk * kChunkElements < params_.decode.head_dim);
     }
   }
 
   // Blocks of fewer than kTileTokens tokens, or of a number that kTileTokens does not divide.
   __device__ __forceinline__ void copy_tile_of_runs(uint32_t shared) const {
     const DecodeParams& p = params_.decode;
-    const uint64_t policy = evict_first_policy();
     const int live_rows = current_.context_len - (current_.tile << kTileShift);
     const int first_run = taken_ << (kTileShift - params_.run_shift);
-#pragma unroll
+#pragma unroll kCopiesAtATime
     for (int i = 0; i < kCopies; ++i) {
       const int row = copy_row(i);
       const int run = first_run + (row >> params_.run_shift);
@@ -155,13 +173,15 @@ class TileStream {
           __shfl_sync(~0u, current_.block_slot, run) + (row & ((1 << params_.run_shift) - 1));
       const int d = copy_chunk(i) * kChunkElements;
       const bool read = row < live_rows && id >= 0 && d < p.head_dim;
-      copy_row_of(shared, i, address(p.k_cache, p.k_strides, id, block_slot) + d,
-                  address(p.v_cache, p.v_strides, id, block_slot) + d, read, policy);
+      copy_async(place(shared, i), address(p.k_cache, p.k_strides, id, block_slot) + d, read);
+      copy_async(place(shared + kTileBytes, i), address(p.v_cache, p.v_strides, id, block_slot) + d,
+                 read);
     }
   }
 
   __device__ __forceinline__ void load_batch(Batch& batch) {
     batch.tiles = 0;
+    batch.has_query = !kQueryInRegisters;
     const Segment& segment = ahead_.segment();
 #pragma unroll 1
     while (tile_ >= end_tile_) {
@@ -169,10 +189,11 @@ class TileStream {
         ended_ = true;
         return;
       }
-      kv_head_ = segment.unit % params_.head_groups * params_.head_lanes + head_lane_;
+      kv_head_ = segment.head_group * params_.head_lanes + head_lane_;
       tile_ = segment.first + token_lane_;
       // A head lane too many has nothing to load.
       end_tile_ = kv_head_ < params_.decode.num_kv_heads ? segment.end : 0;
+      batch.has_query = true;
     }
     const DecodeParams& p = params_.decode;
     const int lanes = params_.token_lanes;
@@ -183,6 +204,14 @@ class TileStream {
     batch.context_len = segment.sequence.context_len;
     batch.kv_head = kv_head_;
     tile_ += batch.tiles * lanes;
+    if (batch.has_query) {
+      const RowTile rows(params_, segment, head_lane_, row_tile_, kTileRows * kRowTiles);
+      const int row = lane_ >> 2;
+      batch.query_row = nullptr;
+      if (rows.exists(row)) {
+        batch.query_row = static_cast<const T*>(p.q) + rows.offset(params_, p.q_strides, row);
+      }
+    }
 
     const int tile_of_lane = lane_ >> runs_shift;
     const int run_of_lane = lane_ & ((1 << runs_shift) - 1);
@@ -191,10 +220,8 @@ class TileStream {
     batch.block_id = 0;
     batch.block_slot = 0;
     if (tile_of_lane < batch.tiles && token < batch.context_len) {
-      const int block_size = static_cast<int>(p.block_size);
-      const int column =
-          params_.block_shift >= 0 ? token >> params_.block_shift : token / block_size;
-      batch.block_slot = token - column * block_size;
+      const int column = params_.by_block_size.quotient(token);
+      batch.block_slot = token - column * static_cast<int>(p.block_size);
       batch.block_id =
           __ldcg(p.block_tables + static_cast<int64_t>(segment.batch) * p.table_stride + column);
     }
