@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import cases, harness, read_limit, report
 from benchmarks.cases import DTYPES, LAYOUTS, Cell, Problem
-from benchmarks.harness import Call, Timing
+from benchmarks.harness import Call, Captured, Timing
 from benchmarks.peer import Peer, Unsupported
 from benchmarks.peers import OURS, PEERS
 from benchmarks.report import CellResult, Entry
@@ -136,9 +136,7 @@ def judge(problem: Problem, result: Tensor, exact: Tensor) -> Entry:
     return Entry(error=error, problem=wrong)
 
 
-def prepare(
-    peer: Peer, problem: Problem, exact: Tensor
-) -> tuple[Entry, Call | torch.cuda.CUDAGraph | None]:
+def prepare(peer: Peer, problem: Problem, exact: Tensor) -> tuple[Entry, Call | Captured | None]:
     """Binds a peer to a problem and checks its result.
 
     Returns:
@@ -146,14 +144,15 @@ def prepare(
         the CPU, None if there is nothing right to time.
     """
     last = problem.layers - 1
-    timed: Call | torch.cuda.CUDAGraph
+    timed: Call | Captured
     try:
         call = peer.bind(problem)
         if problem.q.is_cuda:
             # The replay's result is judged, not an eager call's: it is the replay that is timed.
-            timed, result = harness.capture(call, problem.layers)
+            timed = harness.capture(call, problem.layers)
             timed.replay()
             torch.cuda.synchronize()
+            result = timed.result
         else:
             timed, result = call, call(last)
         entry = judge(problem, result, exact)

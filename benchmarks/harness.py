@@ -70,12 +70,26 @@ class Timing:
         }
 
 
-def capture(call: Call, layers: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """One CUDA graph with `call(layer)` for every layer.
+@dataclass
+class Captured:
+    """A CUDA graph and the call that it was captured from.
 
-    Returns:
-        The graph, and what the last layer's call returned (written again by every replay).
+    Attributes:
+        call: kept because replays read the tensors that it holds.
+        result: what the last layer's call returned, written again by every replay.
     """
+
+    graph: torch.cuda.CUDAGraph
+    call: Call
+    result: Any
+
+    def replay(self) -> None:
+        """Runs every layer's call."""
+        self.graph.replay()
+
+
+def capture(call: Call, layers: int) -> Captured:
+    """One CUDA graph with `call(layer)` for every layer."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -87,11 +101,11 @@ def capture(call: Call, layers: int) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         for layer in range(layers):
             result = call(layer)
-    return graph, result
+    return Captured(graph, call, result)
 
 
 def time_graphs(
-    graphs: dict[str, torch.cuda.CUDAGraph],
+    graphs: dict[str, Captured],
     layers: int,
     repeats: int,
     advance: Callable[[], None] = lambda: None,

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import Problem
-from benchmarks.harness import Call, capture, time_graphs
+from benchmarks.harness import Call, Captured, capture, time_graphs
 
 UNROLLS = (1, 2, 4, 8)
 BLOCKS_PER_SM = (1, 2, 3, 4, 8, 16)
@@ -181,11 +181,11 @@ class CudaReads:
                     raise RuntimeError(f"the read kernel (unroll {unroll}) misses bytes")
 
 
-def fastest_reads(problem: Problem, library: ctypes.CDLL) -> dict[str, torch.cuda.CUDAGraph]:
+def fastest_reads(problem: Problem, library: ctypes.CDLL) -> dict[str, Captured]:
     """Graphs of the few fastest ways to read a problem, after a short heat of all."""
     reads = CudaReads(problem, library)
     reads.check()
-    graphs = {name: capture(call, problem.layers)[0] for name, call in reads.ways().items()}
+    graphs = {name: capture(call, problem.layers) for name, call in reads.ways().items()}
     heat = time_graphs(graphs, problem.layers, HEAT_REPEATS)
     best = sorted(graphs, key=lambda name: statistics.median(heat[name].samples))
     return {name: graphs[name] for name in best[:FINALISTS]}
