@@ -222,7 +222,7 @@ class SmolLM2(nn.Module):
             model = cls(config)
         model.load_state_dict(weights, assign=True)
         model.to(device=device, dtype=dtype)
-        model.head.weight = nn.Parameter(weights["head.weight"].to(device), requires_grad=False)
+        model.head.weight = nn.Parameter(weights["head.weight"].to(device, torch.float32))
         return model.requires_grad_(False).eval()
 
     @property
@@ -254,4 +254,4 @@ class SmolLM2(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, vocab_size] of hidden [rows, hidden_size]."""
-        return self.head(hidden.float())
+        return self.head(hidden.to(self.head.weight.dtype)).float()
