@@ -281,6 +281,17 @@ def test_scale(draw: Draw, device: str, dtype: torch.dtype, scale: float) -> Non
     assert_accurate(case, *case.decode_with_lse())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [3e38, -3e38])
+def test_scale_at_the_end_of_its_range(
+    draw: Draw, device: str, dtype: torch.dtype, scale: float
+) -> None:
+    """Scores of 0 stay 0: every key has the same weight."""
+    case = build(draw, [1, 30, 129], num_heads=8, dtype=dtype, scale=scale)
+    case.q.zero_()
+    assert_accurate(case, *case.decode_with_lse())
+
+
 def test_default_scale_is_one_over_sqrt_head_dim(draw: Draw, device: str) -> None:
     case = build(draw, [60, 5], head_dim=72)
     assert_same_bits(case.decode(), case.decode(scale=1.0 / math.sqrt(72)))

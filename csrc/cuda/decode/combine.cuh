@@ -85,7 +85,9 @@ class Combiner {
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) out[i * 32 + lane_] = state.out[i];
       if (lane_ < 4) shared_.states[warp_index(token_lane_)][lane_] = state.stats;
-      if (lane_ == 0) shared_.held_slots[ring_index(token_lane_)] = held_slot;
+      if (lane_ == 0 && row_tile_ == 0) {
+        shared_.held_slots[ring_index(token_lane_)] = held_slot;
+      }
     }
     group_barrier();
     // Lane l looks after token lane l / 4: its factor, and where its state lies.

@@ -86,10 +86,10 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
          (1 << device.run_shift) < kTileTokens) {
     ++device.run_shift;
   }
-  device.scale_log2 = static_cast<float>(std::abs(params.scale) * M_LOG2E);
+  constexpr float kMost = std::numeric_limits<float>::max();
+  device.scale_log2 = static_cast<float>(std::min<double>(std::abs(params.scale) * M_LOG2E, kMost));
   device.score_sign = params.scale < 0 ? -1.f : 1.f;
   // Weights are at most 2^8 then, far from overflow in fp16, and rescaling is rare.
-  constexpr float kMost = std::numeric_limits<float>::max();
   device.slack = device.scale_log2 > 8 / kMost ? 8 / device.scale_log2 : kMost;
   const TokenStrides& out = params.out_strides;
   device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % 4 == 0 &&

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #ifdef __CUDACC__
 #define PAGED_ATTN_HOST_DEVICE __host__ __device__

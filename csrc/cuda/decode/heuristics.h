@@ -146,7 +146,9 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   const double units =
       static_cast<double>(head_groups) *
       (static_cast<double>(p.num_tokens) * static_cast<double>(group) / rows_a_pass + p.batch_size);
-  const double tiles = static_cast<double>(p.max_blocks) * p.block_size / kTileTokens + 1;
+  const double most_tokens =
+      std::min(static_cast<double>(p.max_blocks) * static_cast<double>(p.block_size), 0x1p31);
+  const double tiles = most_tokens / kTileTokens + 1;
   constexpr double kLongestLine = 1 << 30;
   while (config.line_shift <= kMostLineShift &&
          units * (std::ldexp(tiles, -config.line_shift) + 1) > kLongestLine) {

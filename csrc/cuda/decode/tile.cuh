@@ -60,7 +60,7 @@ class TileStream {
         lane_(lane) {}
 
   // This row tile's query rows.
-  static constexpr int query_offset(int row_tile) {
+  __host__ __device__ static constexpr int query_offset(int row_tile) {
     return 2 * kTileBytes + row_tile * kQueryBytes;
   }
 
