@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,51 +28,13 @@ from torch import Tensor
 __all__ = ["decode", "decode_with_lse", "reshape_and_cache"]
 
 
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    max_query_len: int = 0,
-    causal: bool = True,
-    window: int = -1,
-    softcap: float = 0.0,
-    batch_invariant: bool = False,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
-    """Attention output alone; see `decode_with_lse`.
+def decode(*args: Any, **options: Any) -> Tensor:
+    """`decode_with_lse`'s first result alone; takes its arguments.
 
     Returns:
         q's shape, in `dtype`.
     """
-    out, _ = decode_with_lse(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        cu_seqlens_q,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        scale=scale,
-        max_query_len=max_query_len,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        batch_invariant=batch_invariant,
-        dtype=dtype,
-    )
-    return out
+    return decode_with_lse(*args, **options)[0]
 
 
 def decode_with_lse(

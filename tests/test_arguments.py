@@ -61,16 +61,21 @@ def every_other(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 
 
-def reshaped(name: str, shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Mutation:
-    return lambda a: a.update({name: contiguous_as(a[name], shape(a[name]))})
+def change(names: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Mutation:
+    """Of the arguments that `names` has between its spaces."""
+    return lambda a: a.update({name: how(a[name]) for name in names.split()})
 
 
-def cast(name: str, dtype: torch.dtype) -> Mutation:
-    return lambda a: a.update({name: a[name].to(dtype)})
+def reshaped(names: str, shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Mutation:
+    return change(names, lambda t: contiguous_as(t, shape(t)))
+
+
+def cast(names: str, dtype: torch.dtype) -> Mutation:
+    return change(names, lambda t: t.to(dtype))
 
 
 def strided(name: str) -> Mutation:
-    return lambda a: a.update({name: every_other(a[name])})
+    return change(name, every_other)
 
 
 def option(name: str, value: Any) -> Mutation:
@@ -78,19 +83,7 @@ def option(name: str, value: Any) -> Mutation:
 
 
 def head_dim(value: int) -> Mutation:
-    def mutate(a: Arguments) -> None:
-        for name in ("q", "out", "k_cache", "v_cache"):
-            a[name] = contiguous_as(a[name], (*a[name].shape[:-1], value))
-
-    return mutate
-
-
-def all_as(dtype: torch.dtype) -> Mutation:
-    def mutate(a: Arguments) -> None:
-        for name in ("q", "out", "k_cache", "v_cache"):
-            a[name] = a[name].to(dtype)
-
-    return mutate
+    return reshaped("q out k_cache v_cache", lambda t: (*t.shape[:-1], value))
 
 
 # (what is wrong, mutation, the argument that the message names)
@@ -102,8 +95,8 @@ WRONG_DECODE: list[tuple[str, Mutation, str]] = [
     ("fewer heads than KV heads", reshaped("q", lambda t: (3, 1, DIM)), "q"),
     ("no heads", reshaped("q", lambda t: (3, 0, DIM)), "q"),
     ("q's last dim strided", strided("q"), "q"),
-    ("float64", all_as(torch.float64), "q"),
-    ("integers", all_as(torch.int16), "q"),
+    ("float64", cast("q out k_cache v_cache", torch.float64), "q"),
+    ("integers", cast("q out k_cache v_cache", torch.int16), "q"),
     ("head dim 0", head_dim(0), "q"),
     ("head dim 4", head_dim(4), "q"),
     ("head dim 60", head_dim(60), "q"),
@@ -183,11 +176,7 @@ UNSUPPORTED: list[tuple[str, Mutation, str]] = [
     ("sinks", lambda a: a.update(sinks=torch.zeros(HEADS, device=a["q"].device)), "sinks"),
     ("k_scale", lambda a: a.update(k_scale=torch.ones(1, device=a["q"].device)), "k_scale"),
     ("v_scale", lambda a: a.update(v_scale=torch.ones((), device=a["q"].device)), "v_scale"),
-    (
-        "fp8",
-        lambda a: a.update({n: a[n].to(torch.float8_e4m3fn) for n in ("k_cache", "v_cache")}),
-        "fp8",
-    ),
+    ("fp8", cast("k_cache v_cache", torch.float8_e4m3fn), "fp8"),
 ]
 
 
@@ -302,22 +291,6 @@ def cache_arguments(draw: Draw) -> Arguments:
     }
 
 
-def both(shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Mutation:
-    def mutate(a: Arguments) -> None:
-        for name in ("key", "value"):
-            a[name] = contiguous_as(a[name], shape(a[name]))
-
-    return mutate
-
-
-def cache_dtypes(dtype: torch.dtype) -> Mutation:
-    def mutate(a: Arguments) -> None:
-        for name in ("key", "value", "k_cache", "v_cache"):
-            a[name] = a[name].to(dtype)
-
-    return mutate
-
-
 WRONG_CACHE: list[tuple[str, Mutation, str]] = [
     ("key of rank 2", reshaped("key", lambda t: t.shape[:2]), "key"),
     ("key of rank 4", reshaped("key", lambda t: (1, *t.shape)), "key"),
@@ -325,9 +298,9 @@ WRONG_CACHE: list[tuple[str, Mutation, str]] = [
     ("value of other tokens", reshaped("value", lambda t: (6, 2, DIM)), "value"),
     ("value of other heads", reshaped("value", lambda t: (5, 3, DIM)), "value"),
     ("value of another dtype", cast("value", torch.float32), "value"),
-    ("key and value of other heads", both(lambda t: (5, 3, DIM)), "(key|k_cache)"),
-    ("key and value of another head dim", both(lambda t: (5, 2, 72)), "(key|k_cache)"),
-    ("float64", cache_dtypes(torch.float64), "key"),
+    ("key, value of other heads", reshaped("key value", lambda t: (5, 3, DIM)), "(key|k_cache)"),
+    ("key, value of another D", reshaped("key value", lambda t: (5, 2, 72)), "(key|k_cache)"),
+    ("float64", cast("key value k_cache v_cache", torch.float64), "key"),
     ("key's last dim strided", strided("key"), "key"),
     ("value's last dim strided", strided("value"), "value"),
     ("k_cache of rank 3", reshaped("k_cache", lambda t: t.shape[1:]), "k_cache"),
@@ -363,8 +336,7 @@ def test_wrong_reshape_and_cache(draw: Draw, device: str, mutate: Mutation, argu
 def test_unsupported_in_reshape_and_cache(draw: Draw, device: str, name: str) -> None:
     arguments = cache_arguments(draw)
     if name == "fp8":
-        for cache in ("k_cache", "v_cache"):
-            arguments[cache] = arguments[cache].to(torch.float8_e4m3fn)
+        cast("k_cache v_cache", torch.float8_e4m3fn)(arguments)
     else:
         arguments[name] = torch.ones(1, device=device)
     with pytest.raises(

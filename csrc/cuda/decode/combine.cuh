@@ -146,8 +146,7 @@ class Combiner {
       bool last = false;
       if (cut_ends_ >> lane_ & 1) {
         const CutUnit& cut = shared_.cuts[head_lane_][lane_];
-        int32_t* counter = params_.arrivals +
-                           static_cast<int64_t>(cut.blocks[0]) * params_.head_lanes + head_lane_;
+        int32_t* counter = params_.arrivals + cut.blocks[0] * params_.head_lanes + head_lane_;
         last = arrive(counter) == cut.blocks[1] - cut.blocks[0];
       }
       shared_.is_last[lane_][head_lane_] = last;

@@ -72,7 +72,7 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   device.num_arrivals = static_cast<int32_t>(layout.num_arrivals);
   device.group = static_cast<int32_t>(params.num_heads / params.num_kv_heads);
   device.by_group = Divisor(device.group);
-  device.by_block_size = Divisor(std::clamp<int64_t>(params.block_size, 1, 0x7fffffff));
+  device.by_block_size = Divisor(params.block_size);
   device.head_groups =
       static_cast<int32_t>((params.num_kv_heads + config.head_lanes - 1) / config.head_lanes);
   device.head_lanes = config.head_lanes;

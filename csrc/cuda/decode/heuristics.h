@@ -1,6 +1,6 @@
-// From shapes to a launch configuration. No device code: tested on machines without a GPU. Neither
-// the lengths nor the table's width may enter: a captured graph is replayed with other lengths, and
-// engines pass tables as wide as the longest context they allow.
+// From shapes to a launch configuration. No device code: tested on machines without a GPU. Lengths
+// may not enter, for a captured graph is replayed with others; nor the table's width, for engines
+// pass tables as wide as the longest context they allow, except where positions would overflow.
 #pragma once
 
 #include <algorithm>

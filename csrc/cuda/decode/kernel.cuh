@@ -57,15 +57,17 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
   typename Math::Query query;
   RowTile rows;
   typename Combine::State state;
+  // Of the segment in work:
   int lanes_used = 0;          // token lanes that have a part of it
   int part = Combine::kWhole;  // where its result goes
   bool is_new = false;         // its query is yet to be taken from the ring
   int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last
   int limit[2] = {};           // keys that this lane's rows see
-  int slot = 0;                // of the ring's next tile to take
-  int free_slots = kStages;    // so many before it may be filled
   bool poisoned = false;       // the sequence has a block id outside the pool
-  bool holds_slot = false;     // the one before it is kept for the merge of token lanes
+  // Of the ring:
+  int slot = 0;              // the next tile's
+  int free_slots = kStages;  // so many before it may be filled
+  bool holds_slot = false;   // the one before it is kept for the merge of token lanes
 
   // NOTE: one loop, with one place for each thing that is done. Code is warm in the
   // multiprocessor's instruction cache from one call to the next only as long as it fits there, 128
