@@ -130,8 +130,7 @@ class Combiner {
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
       CutUnit& cut = shared_.cuts[head_lane_][begins_here];
       if (lane_ == 0) cut.segment = segment;
-      cut.blocks[lane_] =
-          share.block_of(segment.unit_begin + (lane_ == 0 ? 0 : segment.unit_steps - 1));
+      cut.blocks[lane_] = share.block_of(lane_ == 0 ? segment.unit_begin : segment.unit_last);
     }
     return part_of(blockIdx.x, begins_here);
   }

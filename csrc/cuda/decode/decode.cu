@@ -79,6 +79,7 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   device.token_lanes = config.token_lanes;
   while (1 << device.token_lanes_shift < config.token_lanes) ++device.token_lanes_shift;
   device.line_shift = config.line_shift;
+  device.unit_cost = config.unit_cost >> config.line_shift;
   device.by_head_groups = Divisor(device.head_groups);
   device.by_grid = Divisor(config.grid);
   device.min_steps = std::max(config.min_tiles >> device.line_shift, 1);

@@ -34,6 +34,7 @@ struct DecodeConfig {
   int token_lanes;
   int grid;
   int min_tiles;     // a block with fewer tiles than this is not worth its merge
+  int unit_cost;     // tiles whose time a unit takes besides its own
   int line_shift;    // see schedule.cuh
   int shared_bytes;  // of ring buffers and what surrounds them
 
@@ -141,6 +142,9 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   config.grid = segments < limits.num_sms ? static_cast<int>(limits.num_sms / segments * segments)
                                           : limits.num_sms;
   config.min_tiles = config.token_lanes;
+  // Token lanes meet at a unit's end, and their rings run half empty meanwhile: some 1.5 us. Where
+  // units are fewer than blocks it does not matter, but that they are cut evenly does.
+  config.unit_cost = segments >= config.grid ? config.token_lanes * 3 / 4 : 0;
 
   // The longest that the line can be: every unit as long as the table is wide.
   const double units =
@@ -151,7 +155,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   const double tiles = most_tokens / kTileTokens + 1;
   constexpr double kLongestLine = 1 << 30;
   while (config.line_shift <= kMostLineShift &&
-         units * (std::ldexp(tiles, -config.line_shift) + 1) > kLongestLine) {
+         units * (std::ldexp(tiles + config.unit_cost, -config.line_shift) + 1) > kLongestLine) {
     ++config.line_shift;
   }
   return config;

@@ -1,6 +1,6 @@
 // What runs before the decode kernel: zeroes the arrival counters, writes the rows that no key
-// reaches, and finds which rows of q a ragged sequence owns. It is launched plainly, so that all
-// earlier work is done when it begins; the decode kernel is chained to it and starts at once.
+// reaches, and finds which rows of q a ragged sequence owns. It first waits until all earlier work
+// is done; the decode kernel is chained to it and starts as soon as that is so.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -75,6 +75,7 @@ template <typename T>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const __grid_constant__ DeviceParams params) {
 #if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
   const DecodeParams& p = params.decode;
@@ -92,25 +93,44 @@ __global__ void __launch_bounds__(kPrepareThreads)
       fill_rows<T>(p, 0, params.row_starts[p.batch_size], p.num_tokens, false);
     }
   }
-  for (int64_t b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
-    const Sequence sequence = load_sequence(params, b);
-    if (sequence.context_len > 0) continue;
-    fill_rows<T>(p, b, sequence.first_row, sequence.first_row + sequence.query_len, sequence.bad);
+  // A thread looks at a sequence, the block fills the rows of those without keys.
+  __shared__ Sequence sequences[kPrepareThreads];
+  __shared__ unsigned is_empty[kPrepareThreads / 32];
+  for (int64_t first = blockIdx.x; first < p.batch_size; first += gridDim.x * kPrepareThreads) {
+    const auto batch_of = [&](int i) { return first + i * static_cast<int64_t>(gridDim.x); };
+    const int64_t own = batch_of(threadIdx.x);
+    const Sequence sequence = load_sequence(params, own);
+    sequences[threadIdx.x] = sequence;
+    const unsigned mask = __ballot_sync(~0u, own < p.batch_size && sequence.context_len == 0);
+    if (threadIdx.x % 32 == 0) is_empty[threadIdx.x / 32] = mask;
+    __syncthreads();
+    for (int w = 0; w < kPrepareThreads / 32; ++w) {
+      for (unsigned left = is_empty[w]; left != 0; left &= left - 1) {
+        const int i = w * 32 + __ffs(static_cast<int>(left)) - 1;
+        const Sequence& empty = sequences[i];
+        fill_rows<T>(p, batch_of(i), empty.first_row, empty.first_row + empty.query_len, empty.bad);
+      }
+    }
+    __syncthreads();
   }
 }
 
 template <typename T>
 cudaError_t launch(const DeviceParams& params, const DeviceLimits& limits, cudaStream_t stream) {
-  const int64_t blocks =
-      std::min<int64_t>(limits.num_sms, std::max<int64_t>(params.decode.batch_size, 1));
+  // Few blocks where there is little to fill: the decode kernel starts on the other multiprocessors
+  // at once.
+  constexpr int64_t kBytesABlock = 65536;
+  const DecodeParams& p = params.decode;
+  const int64_t bytes = p.num_tokens * p.num_heads * p.head_dim * static_cast<int64_t>(sizeof(T));
+  const int64_t blocks = std::clamp<int64_t>(bytes / kBytesABlock, 1, limits.num_sms);
   // The decode kernel wants its multiprocessor's memory as shared memory. Wanting the same here
   // spares a reconfiguration between the two, for which the multiprocessor would have to drain.
   const cudaError_t error =
       cudaFuncSetAttribute(prepare_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
                            cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  prepare_kernel<T><<<static_cast<unsigned>(blocks), kPrepareThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_early(prepare_kernel<T>, static_cast<int>(blocks), kPrepareThreads, 0, params,
+                      limits, stream);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Who reads which tokens. All tiles of all sequences form one line: sequence by sequence, within it
 // unit by unit (a unit is a group of head_lanes KV heads by a pass over rows_a_pass query rows),
-// within that token by token. Every block gets an equal contiguous share of the line; what a share
-// holds of one unit is a segment. A unit cut by a boundary of shares is merged by combine.cuh.
+// within that token by token. A unit begins with steps that stand for what it costs besides its
+// tiles. Every block gets an equal contiguous share of the line; what a share holds of one unit is
+// a segment. A unit cut by a boundary of shares is merged by combine.cuh.
 //
 // Positions in the line count steps of 2^line_shift tiles, which is one tile unless the line would
 // be too long for 32 bits.
@@ -37,7 +38,10 @@ struct Share {
 
 // Steps of each unit of a sequence.
 __device__ __forceinline__ int steps_of(const DeviceParams& params, const Sequence& sequence) {
-  return (tiles_of(sequence) + (1 << params.line_shift) - 1) >> params.line_shift;
+  const int tiles = tiles_of(sequence);
+  return tiles == 0
+             ? 0
+             : params.unit_cost + ((tiles + (1 << params.line_shift) - 1) >> params.line_shift);
 }
 
 template <int kRowsAPass>
@@ -126,8 +130,8 @@ struct Segment {
   int first;  // tiles [first, end) of the unit's `tiles`
   int end;
   int tiles;
-  int unit_begin;  // the unit's first step in the line, ...
-  int unit_steps;  // ... and how many it has
+  int unit_begin;  // the unit's first step in the line that is a tile
+  int unit_last;   // and its last
 
   __device__ __forceinline__ bool is_whole() const { return first == 0 && end == tiles; }
 };
@@ -155,21 +159,27 @@ class SegmentCursor {
 
   __device__ __forceinline__ const Segment& segment() const { return segment_; }
 
-  // To the next segment; false, and no change, past the last.
+  // To the next segment; false past the last.
   __device__ __forceinline__ bool advance(const DeviceParams& params) {
-    if (position_ == end_) return false;
-    if (pass_ == passes_) enter_sequence(params);
-    segment_.pass = pass_;
-    segment_.head_group = head_group_;
-    segment_.unit_begin = unit_begin_;
-    const int steps_end = min(segment_.unit_steps, end_ - unit_begin_);
-    segment_.first = (position_ - unit_begin_) << params.line_shift;
-    segment_.end = min(steps_end << params.line_shift, segment_.tiles);
-    position_ = unit_begin_ += steps_end;
-    if (++head_group_ == params.head_groups) {
-      head_group_ = 0;
-      ++pass_;
-    }
+    do {
+      if (position_ == end_) return false;
+      if (pass_ == passes_) enter_sequence(params);
+      segment_.pass = pass_;
+      segment_.head_group = head_group_;
+      segment_.unit_begin = unit_begin_ + params.unit_cost;
+      segment_.unit_last = unit_begin_ + unit_steps_ - 1;
+      const int first = max(position_ - segment_.unit_begin, 0);
+      position_ = min(segment_.unit_last + 1, end_);
+      unit_begin_ = position_;
+      segment_.first = first << params.line_shift;
+      segment_.end =
+          min(max(position_ - segment_.unit_begin, 0) << params.line_shift, segment_.tiles);
+      if (++head_group_ == params.head_groups) {
+        head_group_ = 0;
+        ++pass_;
+      }
+      // A share may end before the unit's first tile.
+    } while (segment_.first >= segment_.end);
     return true;
   }
 
@@ -198,7 +208,7 @@ class SegmentCursor {
     segment_.batch = batch;
     segment_.sequence = sequence;
     segment_.tiles = tiles_of(sequence);
-    segment_.unit_steps = steps_of(params, sequence);
+    unit_steps_ = steps_of(params, sequence);
     passes_ = passes_of<kRowsAPass>(params, sequence);
   }
 
@@ -207,7 +217,7 @@ class SegmentCursor {
   Segment segment_;
   int position_;  // the next segment's first step
   int end_;
-  int unit_begin_, pass_, passes_, head_group_;  // the next segment's unit
+  int unit_begin_, unit_steps_, pass_, passes_, head_group_;  // the next segment's unit
   int window_begin_;
   unsigned window_;  // bit i: sequence window_begin_ + i has tiles and was not entered yet
   Sequence own_;     // sequence window_begin_ + lane
