@@ -117,16 +117,18 @@ def test_one_sequence_fills_the_card() -> None:
 def test_heads_lie_side_by_side_as_long_as_every_processor_has_a_segment() -> None:
     assert choose(128).head_lanes == 8
     assert choose(64).head_lanes == 4
-    assert choose(32).head_lanes == 2
+    assert choose(32).head_lanes == 4
+    assert choose(26).head_lanes == 1
     assert choose(16, (64, 8)).head_lanes == 1
     assert choose(32, (32, 32)).head_lanes == 8
     assert choose(128, (8, 1)).head_lanes == 1
 
 
 def test_units_count_for_more_than_their_tiles_where_blocks_have_several() -> None:
-    assert choose(32).unit_cost == 3
-    assert choose(300, (8, 1)).unit_cost == 6
-    assert choose(300, (32, 8)).unit_cost == 0  # a ring has a unit to itself
+    assert choose(32).unit_cost == 6
+    assert choose(300, (8, 1)).unit_cost == 8
+    assert choose(300, (32, 8)).unit_cost == 4
+    assert choose(8).unit_cost == 8
     assert choose(1).unit_cost == 0
 
 

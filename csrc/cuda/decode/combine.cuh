@@ -9,21 +9,6 @@
 
 namespace paged_attn::cuda {
 
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Adds 1 and returns what was there. What this thread's block wrote before its last barrier is seen
-// by whoever reads a later count.
-__device__ __forceinline__ int32_t arrive(int32_t* counter) {
-  int32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-               : "=r"(before)
-               : "l"(counter)
-               : "memory");
-  return before;
-}
-
 // A unit that this block shares with others.
 struct CutUnit {
   Segment segment;
@@ -50,28 +35,24 @@ class Combiner {
   };
 
   __device__ __forceinline__ Combiner(const DeviceParams& params, uint8_t* rings, int ring_bytes,
-                                      Shared& shared, int head_lane, int token_lane, int row_tile,
-                                      int lane)
+                                      Shared& shared, uint64_t* group_barrier, int head_lane,
+                                      int token_lane, int row_tile, int lane)
       : params_(params),
         rings_(rings),
         ring_bytes_(ring_bytes),
         shared_(shared),
+        group_barrier_(group_barrier),
         head_lane_(head_lane),
         token_lane_(token_lane),
         row_tile_(row_tile),
         lane_(lane) {}
-
-  // All warps of this head lane.
-  __device__ __forceinline__ void group_barrier() const {
-    named_barrier(1 + head_lane_, params_.token_lanes * kRowTiles * 32);
-  }
 
   // Takes in the states of a segment, one of each warp of the head lane; the first `lanes_used`
   // token lanes have one. `held_slot`: a slot of this warp's ring that it may write to. `part`:
   // where in scratch the result goes, or kWhole: to the rows themselves. Ends with a barrier of the
   // head lane if it took more than one token lane.
   __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
-                                         int held_slot, int part) const {
+                                         int held_slot, int part) {
     if (lanes_used <= 1) {
       if (token_lane_ != 0) return;
       const Destination to = destination(rows, state.stats, part);
@@ -89,7 +70,7 @@ class Combiner {
         shared_.held_slots[ring_index(token_lane_)] = held_slot;
       }
     }
-    group_barrier();
+    group_barrier_.wait();
     // Lane l looks after token lane l / 4: its factor, and where its state lies.
     const int mine = lane_ >> 2;
     RowStats of_lane[1];
@@ -120,7 +101,7 @@ class Combiner {
       emit(to, i, total);
     }
     if (token_lane_ == 0) emit_stats(rows, stats, part);
-    group_barrier();
+    group_barrier_.wait();
   }
 
   // Notes that `segment` is a part of a unit; returns where in scratch it goes.
@@ -138,9 +119,9 @@ class Combiner {
   // Once, when all segments are done: announces this block's parts, so that whoever announces a
   // unit's last part merges it. Not earlier: a release while loads are in flight would wait for
   // them.
-  __device__ __forceinline__ void announce_parts() const {
+  __device__ __forceinline__ void announce_parts() {
     if (cut_ends_ == 0) return;
-    group_barrier();
+    group_barrier_.wait();
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
       bool last = false;
       if (cut_ends_ >> lane_ & 1) {
@@ -150,7 +131,7 @@ class Combiner {
       }
       shared_.is_last[lane_][head_lane_] = last;
     }
-    group_barrier();
+    group_barrier_.wait();
   }
 
   // The unit cut by this end of the share if it is this block that merges it, else null.
@@ -163,16 +144,19 @@ class Combiner {
   __device__ __forceinline__ void merge_parts(const CutUnit& cut, const RowTile& rows) const {
     if (fragments_a_warp() == 1) {
       merge_parts_of<1>(cut, rows);
+    } else if (kFragments > 4 && fragments_a_warp() > 4) {
+      merge_parts_of<8>(cut, rows);
     } else {
       merge_parts_of<4>(cut, rows);
     }
   }
 
  private:
-  // kEach fragments at a time, and as many parts as there are registers for.
+  // kEach fragments at a time, and as many parts as there are registers for: units whose merge is
+  // left to one warp have few.
   template <int kEach>
   __device__ __forceinline__ void merge_parts_of(const CutUnit& cut, const RowTile& rows) const {
-    constexpr int kRound = 16, kPartsALoad = kEach == 1 ? kRound : kRound / 2;
+    constexpr int kRound = 16, kPartsALoad = kEach == 1 ? kRound : kEach == 4 ? 8 : 2;
     const bool has_rows = rows.exists(2 * (lane_ & 3));
 #pragma unroll 1
     for (int done = 0; done < own_fragments(); done += kEach) {
@@ -324,6 +308,7 @@ class Combiner {
   uint8_t* rings_;
   int ring_bytes_;
   Shared& shared_;
+  GroupBarrier group_barrier_;
   int head_lane_, token_lane_, row_tile_, lane_;
   int cut_ends_ = 0;  // bit 0: the share begins within a unit; bit 1: it ends within one
 };

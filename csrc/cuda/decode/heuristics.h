@@ -93,12 +93,14 @@ constexpr int own_shared_bytes(const KernelShape& shape) {
 
 // How many KV heads the rings take side by side: as many as leave a segment for every processor,
 // because neighbouring heads' rows are neighbours in memory and a ring has whole segments to
-// itself. The rest of the rings share a head's tokens.
+// itself. The rest of the rings share a head's tokens: two at most where sequences are many, for
+// then they are ragged, and the last tiles of each leave rings idle.
 inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads, int num_sms) {
   for (int lanes = rings; lanes > 1; lanes /= 2) {
     const int64_t groups = (num_kv_heads + lanes - 1) / lanes;
     const bool few_idle = num_kv_heads * 4 >= groups * lanes * 3;
-    if (few_idle && batch_size * groups * 8 >= num_sms * 7) return lanes;
+    const bool many_sequences = lanes * 2 <= rings && batch_size * 5 >= num_sms;
+    if (few_idle && (many_sequences || batch_size * groups * 8 >= num_sms * 7)) return lanes;
   }
   return 1;
 }
@@ -142,9 +144,9 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   config.grid = segments < limits.num_sms ? static_cast<int>(limits.num_sms / segments * segments)
                                           : limits.num_sms;
   config.min_tiles = config.token_lanes;
-  // Token lanes meet at a unit's end, and their rings run half empty meanwhile: some 1.5 us. Where
-  // units are fewer than blocks it does not matter, but that they are cut evenly does.
-  config.unit_cost = segments >= config.grid ? config.token_lanes * 3 / 4 : 0;
+  // A unit costs its queries, its end, where token lanes meet, and if it is cut a merge. Where
+  // every unit is cut into several parts, what matters is that these are equal.
+  config.unit_cost = segments * 2 >= config.grid ? std::min(2 + 2 * config.token_lanes, 8) : 0;
 
   // The longest that the line can be: every unit as long as the table is wide.
   const double units =

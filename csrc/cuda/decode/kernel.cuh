@@ -33,9 +33,13 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     if constexpr (kRowTiles == 1) {
       __syncwarp();
     } else {
-      named_barrier(9 + ring, 32 * kRowTiles);
+      named_barrier(1 + ring, 32 * kRowTiles);
     }
   };
+  __shared__ uint64_t group_barriers[kRings];
+  if (lane == 0 && row_tile == 0 && token_lane == 0) {
+    GroupBarrier::init(&group_barriers[head_lane], params.token_lanes * kRowTiles * 32);
+  }
 
   // Ragged rows are found by the kernel before this one; all else that is read until the wait below
   // was there before that kernel began.
@@ -51,8 +55,8 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
                 lane);
   SegmentCursor<kRowsAPass, kThreads> cursor(params, share, staged, lane);
   auto& combine_shared = *reinterpret_cast<typename Combine::Shared*>(shared + kRings * kRingBytes);
-  Combine combine(params, shared, kRingBytes, combine_shared, head_lane, token_lane, row_tile,
-                  lane);
+  Combine combine(params, shared, kRingBytes, combine_shared, &group_barriers[head_lane], head_lane,
+                  token_lane, row_tile, lane);
 
   typename Math::Query query;
   RowTile rows;

@@ -12,11 +12,9 @@
 
 #include <cstdint>
 
-namespace paged_attn::cuda {
+#include "barriers.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace paged_attn::cuda {
 
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

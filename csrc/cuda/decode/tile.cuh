@@ -72,8 +72,8 @@ class TileStream {
     while (current_.tiles == 0 && !(ended_ && next_.tiles == 0)) {
       current_ = next_;
       taken_ = 0;
-      check_batch();
       load_batch(next_);
+      check_batch();
     }
     if (current_.tiles > 0) {
       const uint32_t shared = ring_ + slot * kSlotBytes;
