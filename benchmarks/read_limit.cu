@@ -1,8 +1,9 @@
 // The denominator of every ratio: kernels that only read K and V, built by read_limit.py.
 //
-// Two ways of going through the same bytes, each with several unrolls, for the caller to time
-// with several grids and keep the fastest. Every 32-bit word is added into one checksum when the
-// caller asks for it, which proves that all of them were read; a timed run passes no checksum.
+// Two ways of going through the same bytes, each with several unrolls and two priorities in the L2,
+// for the caller to time with several grids and keep the fastest. Every 32-bit word is added into
+// one checksum when the caller asks for it, which proves that all of them were read; a timed run
+// passes no checksum.
 
 #include <cuda_runtime.h>
 
@@ -15,12 +16,20 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-// Loads past L1, which no word of K or V is read from twice.
-__device__ __forceinline__ uint4 load_once(const uint4* p) {
+// What the L2 does with lines of K and V, none of which is read twice.
+__device__ __forceinline__ uint64_t policy(bool evict_first) {
+  uint64_t first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return evict_first ? first : normal;
+}
+
+__device__ __forceinline__ uint4 load_once(const uint4* p, uint64_t l2_policy) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
+  asm volatile(
+      "ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p), "l"(l2_policy));
   return v;
 }
 
@@ -29,7 +38,9 @@ __device__ __forceinline__ unsigned sum(uint4 v) { return v.x + v.y + v.z + v.w;
 // Both buffers from end to end: `vectors` 16-byte vectors of each.
 template <int kUnroll>
 __global__ void __launch_bounds__(kThreads, 1)
-    read_flat(const uint4* k, const uint4* v, int64_t vectors, unsigned* checksum) {
+    read_flat(const uint4* k, const uint4* v, int64_t vectors, bool evict_first,
+              unsigned* checksum) {
+  const uint64_t l2 = policy(evict_first);
   const int64_t stride = int64_t(gridDim.x) * kThreads;
   unsigned total = 0;
   int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -37,14 +48,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     uint4 a[kUnroll], b[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      a[u] = load_once(k + i + u * stride);
-      b[u] = load_once(v + i + u * stride);
+      a[u] = load_once(k + i + u * stride, l2);
+      b[u] = load_once(v + i + u * stride, l2);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) total += sum(a[u]) + sum(b[u]);
   }
 #pragma unroll 1
-  for (; i < vectors; i += stride) total += sum(load_once(k + i)) + sum(load_once(v + i));
+  for (; i < vectors; i += stride) total += sum(load_once(k + i, l2)) + sum(load_once(v + i, l2));
   if (checksum != nullptr) atomicAdd(checksum, total);
 }
 
@@ -54,7 +65,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <int kUnroll>
 __global__ void __launch_bounds__(kThreads, 1)
     read_pages(const uint4* k, const uint4* v, const int* pages, const int* valid, int num_pages,
-               int64_t page_stride, int parts, unsigned* checksum) {
+               int64_t page_stride, int parts, bool evict_first, unsigned* checksum) {
+  const uint64_t l2 = policy(evict_first);
   const int lane = threadIdx.x % kWarp;
   const unsigned warps = gridDim.x * (kThreads / kWarp);
   const unsigned units = 2u * num_pages * parts;
@@ -68,13 +80,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (first + (kUnroll - 1) * kWarp < limit) {
       uint4 a[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) a[u] = load_once(base + first + u * kWarp);
+      for (int u = 0; u < kUnroll; ++u) a[u] = load_once(base + first + u * kWarp, l2);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) total += sum(a[u]);
     } else {
       const int end = min(limit, (part + 1) * kUnroll * kWarp);
 #pragma unroll 1
-      for (int i = first; i < end; i += kWarp) total += sum(load_once(base + i));
+      for (int i = first; i < end; i += kWarp) total += sum(load_once(base + i, l2));
     }
   }
   if (checksum != nullptr) atomicAdd(checksum, total);
@@ -82,16 +94,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int kUnroll>
 void launch(const uint4* k, const uint4* v, const int* pages, const int* valid, int num_pages,
-            int64_t page_stride, int page_vectors, int64_t vectors, int blocks, unsigned* checksum,
-            cudaStream_t stream) {
+            int64_t page_stride, int page_vectors, int64_t vectors, int blocks, bool evict_first,
+            unsigned* checksum, cudaStream_t stream) {
   if (pages == nullptr) {
-    read_flat<kUnroll><<<blocks, kThreads, 0, stream>>>(k, v, vectors, checksum);
+    read_flat<kUnroll><<<blocks, kThreads, 0, stream>>>(k, v, vectors, evict_first, checksum);
     return;
   }
   const int unit = kUnroll * kWarp;
   const int parts = (page_vectors + unit - 1) / unit;
   read_pages<kUnroll><<<blocks, kThreads, 0, stream>>>(k, v, pages, valid, num_pages, page_stride,
-                                                       parts, checksum);
+                                                       parts, evict_first, checksum);
 }
 
 }  // namespace
@@ -100,11 +112,11 @@ void launch(const uint4* k, const uint4* v, const int* pages, const int* valid, 
 // else the pages named. Returns a cudaError_t.
 extern "C" int read_limit_launch(const void* k, const void* v, const int* pages, const int* valid,
                                  int num_pages, int64_t page_stride, int page_vectors,
-                                 int64_t vectors, int unroll, int blocks, unsigned* checksum,
-                                 void* stream) {
+                                 int64_t vectors, int unroll, int blocks, int evict_first,
+                                 unsigned* checksum, void* stream) {
   const auto run = [&](auto function) {
     function(static_cast<const uint4*>(k), static_cast<const uint4*>(v), pages, valid, num_pages,
-             page_stride, page_vectors, vectors, blocks, checksum,
+             page_stride, page_vectors, vectors, blocks, evict_first != 0, checksum,
              static_cast<cudaStream_t>(stream));
   };
   switch (unroll) {

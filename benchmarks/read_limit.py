@@ -2,13 +2,15 @@
 
 Several ways to read are timed and the fastest counts, because a ratio to a slow read flatters.
 On CUDA: the kernels of read_limit.cu, over the buffers from end to end and page by page in the
-order of the tables, with several unrolls and grids. On the CPU: torch's reductions.
+order of the tables, with several unrolls, grids and priorities in the L2. On the CPU: torch's
+reductions.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import shutil
 import statistics
@@ -22,7 +24,8 @@ from benchmarks.cases import Problem
 from benchmarks.harness import Call, Captured, capture, time_graphs
 
 UNROLLS = (1, 2, 4, 8)
-BLOCKS_PER_SM = (1, 2, 3, 4, 8, 16)
+BLOCKS_PER_SM = (1, 2, 4, 8, 16)
+L2_PRIORITIES = ("normal", "evict first")
 VECTOR_BYTES = 16
 
 # Ways that stay in the race of the real measurement after a short heat.
@@ -114,18 +117,23 @@ class CudaReads:
     def ways(self) -> dict[str, Call]:
         """Every way to read that suits the page size."""
         calls: dict[str, Call] = {}
-        for unroll in UNROLLS:
-            for per_sm in BLOCKS_PER_SM:
-                blocks = per_sm * self._sms
-                calls[f"read flat unroll {unroll} grid {blocks}"] = self.call(unroll, blocks, False)
-                if unroll * 32 <= self._page_vectors:
-                    calls[f"read pages unroll {unroll} grid {blocks}"] = self.call(
-                        unroll, blocks, True
-                    )
+        choices = itertools.product(UNROLLS, BLOCKS_PER_SM, L2_PRIORITIES, (False, True))
+        for unroll, per_sm, priority, paged in choices:
+            if paged and unroll * 32 > self._page_vectors:
+                continue
+            blocks = per_sm * self._sms
+            order = "pages" if paged else "flat"
+            name = f"read {order} unroll {unroll} grid {blocks} L2 {priority}"
+            calls[name] = self.call(unroll, blocks, paged, priority)
         return calls
 
     def call(
-        self, unroll: int, blocks: int, paged: bool, checksum: torch.Tensor | None = None
+        self,
+        unroll: int,
+        blocks: int,
+        paged: bool,
+        priority: str = L2_PRIORITIES[0],
+        checksum: torch.Tensor | None = None,
     ) -> Call:
         """A function of the layer that reads it once on the current stream."""
         pool_pointers = []
@@ -148,6 +156,7 @@ class CudaReads:
                 ctypes.c_int64(self._vectors),
                 ctypes.c_int(unroll),
                 ctypes.c_int(blocks),
+                ctypes.c_int(priority == "evict first"),
                 ctypes.c_void_p(None if checksum is None else checksum.data_ptr()),
                 ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
             )

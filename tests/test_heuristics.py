@@ -124,6 +124,13 @@ def test_heads_lie_side_by_side_as_long_as_every_processor_has_a_segment() -> No
     assert choose(128, (8, 1)).head_lanes == 1
 
 
+def test_heads_that_share_memory_lines_lie_side_by_side() -> None:
+    assert choose(16).head_lanes == 1
+    assert choose(16, head_dim=120).head_lanes == 8
+    assert choose(16, head_dim=192).head_lanes == choose(16, head_dim=256).head_lanes
+    assert choose(1, head_dim=120).head_lanes == 1  # merges of 132 parts would cost more
+
+
 def test_units_count_for_more_than_their_tiles_where_blocks_have_several() -> None:
     assert choose(32).unit_cost == 6
     assert choose(300, (8, 1)).unit_cost == 8

@@ -94,13 +94,16 @@ constexpr int own_shared_bytes(const KernelShape& shape) {
 // How many KV heads the rings take side by side: as many as leave a segment for every processor,
 // because neighbouring heads' rows are neighbours in memory and a ring has whole segments to
 // itself. The rest of the rings share a head's tokens: two at most where sequences are many, for
-// then they are ragged, and the last tiles of each leave rings idle.
-inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads, int num_sms) {
+// then they are ragged, and the last tiles of each leave rings idle. Rows that are no whole memory
+// lines share some with their neighbours, which are better read at once, up to some cost in merges.
+inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads, int64_t row_bytes,
+                             int num_sms) {
+  const int64_t enough_segments = row_bytes % 128 == 0 ? num_sms * 7 / 8 : num_sms / 16;
   for (int lanes = rings; lanes > 1; lanes /= 2) {
     const int64_t groups = (num_kv_heads + lanes - 1) / lanes;
     const bool few_idle = num_kv_heads * 4 >= groups * lanes * 3;
     const bool many_sequences = lanes * 2 <= rings && batch_size * 5 >= num_sms;
-    if (few_idle && (many_sequences || batch_size * groups * 8 >= num_sms * 7)) return lanes;
+    if (few_idle && (many_sequences || batch_size * groups >= enough_segments)) return lanes;
   }
   return 1;
 }
@@ -133,7 +136,8 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
     config.shared_bytes = shared_bytes(shape);
   }
   if (config.rings == 0) return config;
-  config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads, limits.num_sms);
+  config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads,
+                                        p.head_dim * element_bytes, limits.num_sms);
   config.token_lanes = config.rings / config.head_lanes;
 
   // Where segments are fewer than blocks, equal ones are cut into equal whole parts.

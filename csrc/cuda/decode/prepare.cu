@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "../kernels.h"
 #include "launch.h"
@@ -51,23 +52,35 @@ __device__ __forceinline__ void convert(float x, float& to) { to = x; }
 __device__ __forceinline__ void convert(float x, __half& to) { to = __float2half(x); }
 __device__ __forceinline__ void convert(float x, __nv_bfloat16& to) { to = __float2bfloat16(x); }
 
-// Rows [begin, end) of sequence b, or of q if ragged.
+// Rows [begin, end) of sequence b, or of q if ragged: a warp for each token and head.
 template <typename T>
 __device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int64_t begin,
                                           int64_t end, bool bad) {
+  constexpr int kVector = 16 / static_cast<int>(sizeof(T));
   T value;
   convert(bad ? NAN : 0.f, value);
-  const int64_t row_elements = p.num_heads * p.head_dim;
-  for (int64_t i = threadIdx.x; i < (end - begin) * row_elements; i += kPrepareThreads) {
-    const int64_t token = begin + i / row_elements, in_row = i % row_elements;
-    static_cast<T*>(p.out)[b * p.out_strides.batch + token * p.out_strides.token +
-                           in_row / p.head_dim * p.out_strides.head + in_row % p.head_dim] = value;
-  }
-  if (p.lse == nullptr) return;
-  for (int64_t i = threadIdx.x; i < (end - begin) * p.num_heads; i += kPrepareThreads) {
-    const int64_t token = begin + i / p.num_heads;
-    p.lse[b * p.lse_strides.batch + token * p.lse_strides.token + i % p.num_heads] =
-        bad ? NAN : -INFINITY;
+  uint32_t word = 0;
+  memcpy(&word, &value, sizeof(T));
+  if (sizeof(T) == 2) word |= word << 16;
+  const int lane = threadIdx.x & 31;
+  int64_t token = begin, head = threadIdx.x >> 5;
+#pragma unroll 1
+  for (;; head += kPrepareThreads / 32) {
+    for (; head >= p.num_heads && token < end; head -= p.num_heads) ++token;
+    if (token >= end) return;
+    T* row = static_cast<T*>(p.out) + b * p.out_strides.batch + token * p.out_strides.token +
+             head * p.out_strides.head;
+    if (reinterpret_cast<uintptr_t>(row) % 16 == 0) {
+      for (int64_t d = lane * kVector; d < p.head_dim; d += 32 * kVector) {
+        *reinterpret_cast<uint4*>(row + d) = make_uint4(word, word, word, word);
+      }
+    } else {
+      for (int64_t d = lane; d < p.head_dim; d += 32) row[d] = value;
+    }
+    if (p.lse != nullptr && lane == 0) {
+      p.lse[b * p.lse_strides.batch + token * p.lse_strides.token + head * p.lse_strides.head] =
+          bad ? NAN : -INFINITY;
+    }
   }
 }
 
@@ -119,7 +132,7 @@ template <typename T>
 cudaError_t launch(const DeviceParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   // Few blocks where there is little to fill: the decode kernel starts on the other multiprocessors
   // at once.
-  constexpr int64_t kBytesABlock = 65536;
+  constexpr int64_t kBytesABlock = 1 << 18;
   const DecodeParams& p = params.decode;
   const int64_t bytes = p.num_tokens * p.num_heads * p.head_dim * static_cast<int64_t>(sizeof(T));
   const int64_t blocks = std::clamp<int64_t>(bytes / kBytesABlock, 1, limits.num_sms);

@@ -204,15 +204,7 @@ class TileStream {
     batch.context_len = segment.sequence.context_len;
     batch.kv_head = kv_head_;
     tile_ += batch.tiles * lanes;
-    if (batch.has_query) {
-      const RowTile rows(params_, segment, head_lane_, row_tile_, kTileRows * kRowTiles);
-      const int row = lane_ >> 2;
-      batch.query_row = nullptr;
-      if (rows.exists(row)) {
-        batch.query_row = static_cast<const T*>(p.q) + rows.offset(params_, p.q_strides, row);
-      }
-    }
-
+    // The ids first: all else happens while they are on their way.
     const int tile_of_lane = lane_ >> runs_shift;
     const int run_of_lane = lane_ & ((1 << runs_shift) - 1);
     const int token =
@@ -224,6 +216,14 @@ class TileStream {
       batch.block_slot = token - column * static_cast<int>(p.block_size);
       batch.block_id =
           __ldcg(p.block_tables + static_cast<int64_t>(segment.batch) * p.table_stride + column);
+    }
+    if (batch.has_query) {
+      const RowTile rows(params_, segment, head_lane_, row_tile_, kTileRows * kRowTiles);
+      const int row = lane_ >> 2;
+      batch.query_row = nullptr;
+      if (rows.exists(row)) {
+        batch.query_row = static_cast<const T*>(p.q) + rows.offset(params_, p.q_strides, row);
+      }
     }
   }
 
