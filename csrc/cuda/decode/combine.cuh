@@ -166,8 +166,10 @@ class Combiner {
 #pragma unroll 1
       for (int first = cut.blocks[0]; first <= cut.blocks[1]; first += kRound) {
         const int count = min(kRound, cut.blocks[1] - first + 1);
-        // The first block's part is the one that begins there, the others' begin before.
-        const auto place = [&](int i) { return part_of(first + i, first + i == cut.blocks[0]); };
+        // Block first's part as if its unit began before it, and how far it is to the next block's.
+        // Only in the unit's first block does it begin, and that is part 0 of the first round.
+        const int place = part_of(first, false), step = part_of(1, false) - part_of(0, false);
+        const int begins_here = first == cut.blocks[0] ? part_of(0, true) - part_of(0, false) : 0;
         RowStats each[kRound / 8];
         float2 factors[kRound / 8];
 #pragma unroll
@@ -175,7 +177,8 @@ class Combiner {
           const int i = h * 8 + (lane_ >> 2);
           each[h].clear();
           if (i < count) {
-            const float2* stats = params_.partial_states + (place(i) * 4 + (lane_ & 3)) * 3;
+            const int part = place + i * step + (i == 0 ? begins_here : 0);
+            const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
             each[h] = {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
           }
         }
@@ -184,9 +187,9 @@ class Combiner {
           float4 loaded[kPartsALoad][kEach];
 #pragma unroll
           for (int i = 0; i < kPartsALoad; ++i) {
+            const int part = place + (begin + i) * step + (i == 0 && begin == 0 ? begins_here : 0);
             const float4* from = params_.partial_outputs +
-                                 (place(begin + i) * kFragments + first_fragment() + done) * 32 +
-                                 lane_;
+                                 (part * kFragments + first_fragment() + done) * 32 + lane_;
 #pragma unroll
             for (int k = 0; k < kEach; ++k) {
               loaded[i][k] = make_float4(0, 0, 0, 0);
