@@ -152,11 +152,10 @@ class Combiner {
   }
 
  private:
-  // kEach fragments at a time, and as many parts as there are registers for: units whose merge is
-  // left to one warp have few.
+  // kEach fragments at a time, and as many parts as keep 16 loads under way.
   template <int kEach>
   __device__ __forceinline__ void merge_parts_of(const CutUnit& cut, const RowTile& rows) const {
-    constexpr int kRound = 16, kPartsALoad = kEach == 1 ? kRound : kEach == 4 ? 8 : 2;
+    constexpr int kRound = 16, kPartsALoad = kRound / kEach;
     const bool has_rows = rows.exists(2 * (lane_ & 3));
 #pragma unroll 1
     for (int done = 0; done < own_fragments(); done += kEach) {
