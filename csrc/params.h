@@ -8,7 +8,17 @@
 
 namespace paged_attn {
 
-enum class DType : int32_t { kFloat32, kFloat16, kBFloat16 };
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
+
+constexpr bool is_fp8(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
+// Factors of what a cache holds: the real value is stored * scale.
+struct CacheScale {
+  const float* data;  // [1] or [G], in the device's memory; null: 1
+  int64_t stride;     // from one KV head's to the next's: 0 or 1
+};
 
 // A tensor addressed by (token, head); the head dim is contiguous. Token t of sequence b is
 // data + b * batch_stride + t * token_stride when queries are uniform, and
@@ -26,9 +36,11 @@ struct CacheStrides {
   int64_t head;
 };
 
-// decode: out[b, t, h] = softmax(scale * q[b, t, h] . K[b, : i + 1]) V[b, : i + 1], where
-// i = context_lens[b] - query_len + t is the query's position and K[b], V[b] are the rows that
-// block_tables[b] names. Query head h reads KV head h / (num_heads / num_kv_heads).
+// decode: out[b, t, h] = softmax(scale * q[b, t, h] . K[b, keys]) V[b, keys], where K[b], V[b] are
+// the rows that block_tables[b] names, times their scales. The query's position is i =
+// context_lens[b] - query_len + t; its keys are all of context_lens[b] if not causal, else those at
+// j <= i, and with a window those at i - window < j <= i. Query head h reads KV head
+// h / (num_heads / num_kv_heads). paged_attn/reference.py defines the options.
 struct DecodeParams {
   const void* q;                // [B, Q, H, D] or, ragged, [T, H, D]
   const void* k_cache;          // [N, S, G, D]
@@ -36,6 +48,8 @@ struct DecodeParams {
   const int32_t* block_tables;  // [B, M], row stride table_stride
   const int32_t* context_lens;  // [B]; tokens in the cache, the query tokens included
   const int32_t* cu_seqlens_q;  // [B + 1], or null: every sequence has query_len queries
+  const float* alibi_slopes;    // [H], or null
+  const void* sinks;            // [H], fp32 or of dtype; null: none
   void* out;                    // like q
   float* lse;                   // out's shape without D, contiguous; null: not wanted
 
@@ -45,6 +59,8 @@ struct DecodeParams {
   CacheStrides k_strides;
   CacheStrides v_strides;
   int64_t table_stride;
+  CacheScale k_scale;
+  CacheScale v_scale;
 
   int64_t batch_size;     // B
   int64_t num_tokens;     // T: query tokens in all, B * Q when uniform
@@ -56,13 +72,26 @@ struct DecodeParams {
   int64_t num_blocks;     // N, the pool's blocks
   int64_t block_size;     // S, slots a block
   int64_t max_blocks;     // M, the table's columns
+  int64_t window;         // keys that a query sees, itself included; 0: all
 
   float scale;
-  DType dtype;  // of q, k_cache, v_cache and out
+  float softcap;  // 0: off
+  bool causal;
+  bool batch_invariant;
+  bool sinks_are_fp32;
+  DType dtype;        // of q and out
+  DType cache_dtype;  // of k_cache and v_cache: dtype or fp8
+
+  // The first key that any of a sequence's queries sees.
+  constexpr int64_t first_visible_key(int64_t context_len, int64_t queries) const {
+    const int64_t first = context_len - queries - window + 1;
+    return window > 0 && first > 0 ? first : 0;
+  }
 };
 
 // reshape_and_cache: row t of key and value goes to slot slot_mapping[t] = block * block_size +
-// offset; slots outside [0, num_blocks * block_size) are skipped.
+// offset; slots outside [0, num_blocks * block_size) are skipped. The caches store the value over
+// its scale, in fp8 saturated at the largest finite value.
 struct ReshapeAndCacheParams {
   const void* key;           // [>= T, G, D]
   const void* value;         // [>= T, G, D]
@@ -76,6 +105,8 @@ struct ReshapeAndCacheParams {
   int64_t value_head_stride;
   CacheStrides k_strides;
   CacheStrides v_strides;
+  CacheScale k_scale;
+  CacheScale v_scale;
 
   int64_t num_tokens;  // T
   int64_t num_kv_heads;
@@ -84,7 +115,8 @@ struct ReshapeAndCacheParams {
   int64_t block_size;
 
   bool slots_are_int64;
-  DType dtype;  // of all four data tensors
+  DType dtype;        // of key and value
+  DType cache_dtype;  // of the caches: dtype or fp8
 };
 
 }  // namespace paged_attn

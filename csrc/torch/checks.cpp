@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -28,19 +29,15 @@ CacheStrides cache_strides(const Argument& cache) {
   return {cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-// The caches' shapes, dtypes and strides; reports [N, S, G, D] through k_cache.
-void check_caches(const Argument& k_cache, const Argument& v_cache, const Argument& data,
-                  int64_t head_dim) {
+// The caches' dtype, after their shapes, dtypes and strides have been checked against those of
+// `data`, q or key.
+DType check_caches(const Argument& k_cache, const Argument& v_cache, const Argument& data,
+                   int64_t head_dim) {
   for (const Argument* cache : {&k_cache, &v_cache}) {
     if (cache->rank() != 4) {
       cache->fail("[num_blocks, block_size, num_kv_heads, head_dim]", cache->shape());
     }
     cache->expect_device_of(data);
-    if (cache->dtype() == aoti_torch_dtype_float8_e4m3fn() ||
-        cache->dtype() == aoti_torch_dtype_float8_e5m2()) {
-      throw_not_supported(data.op(), "an fp8 cache");
-    }
-    cache->expect_dtype(data.dtype());
   }
   if (k_cache.size(3) != head_dim) {
     k_cache.fail("of head dim " + std::to_string(head_dim), k_cache.shape());
@@ -54,6 +51,38 @@ void check_caches(const Argument& k_cache, const Argument& v_cache, const Argume
     cache->expect_last_dim_contiguous();
     cache->expect_aligned_rows();
   }
+  v_cache.expect_dtype(k_cache.dtype());
+  const bool is_e4m3 = k_cache.dtype() == aoti_torch_dtype_float8_e4m3fn();
+  if (is_e4m3 || k_cache.dtype() == aoti_torch_dtype_float8_e5m2()) {
+    if (data.dtype() == aoti_torch_dtype_float32()) {
+      data.fail("float16 or bfloat16 with an fp8 cache", "float32");
+    }
+    return is_e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
+  }
+  k_cache.expect_dtype(data.dtype());
+  return check_float_dtype(k_cache);
+}
+
+CacheScale check_scale(const char* op, const char* name, const OptionalTensor& tensor,
+                       const Argument& data, int64_t num_kv_heads) {
+  if (!tensor) return {nullptr, 0};
+  const Argument scale(op, name, *tensor);
+  scale.expect_device_of(data);
+  scale.expect_dtype(aoti_torch_dtype_float32());
+  const bool one_a_head = scale.rank() == 1 && scale.size(0) == num_kv_heads;
+  if (!one_a_head && scale.rank() != 0 && !(scale.rank() == 1 && scale.size(0) == 1)) {
+    scale.fail("[], [1] or [num_kv_heads] = [" + std::to_string(num_kv_heads) + "]", scale.shape());
+  }
+  scale.expect_contiguous();
+  return {scale.data_as<float>(), one_a_head && num_kv_heads > 1 ? 1 : 0};
+}
+
+// A vector of one value a query head.
+const void* check_head_vector(const Argument& argument, const Argument& q, int64_t num_heads) {
+  argument.expect_device_of(q);
+  argument.expect_shape("[num_heads]", {num_heads});
+  argument.expect_contiguous();
+  return argument.data();
 }
 
 }  // namespace
@@ -81,7 +110,7 @@ DecodeParams check_decode(const DecodeArguments& a) {
   q.expect_last_dim_contiguous();
   q.expect_aligned_rows();
 
-  check_caches(k_cache, v_cache, q, p.head_dim);
+  p.cache_dtype = check_caches(k_cache, v_cache, q, p.head_dim);
   p.num_blocks = k_cache.size(0);
   p.block_size = k_cache.size(1);
   p.num_kv_heads = k_cache.size(2);
@@ -135,20 +164,34 @@ DecodeParams check_decode(const DecodeArguments& a) {
                        std::to_string(a.max_query_len));
   }
   if (a.window == 0) throw_bad_argument(a.op, "window", "negative (all keys) or at least 1", "0");
-  if (!(a.softcap >= 0) || std::isinf(a.softcap)) {
-    throw_bad_argument(a.op, "softcap", "0 (off) or a positive number", std::to_string(a.softcap));
+  p.softcap = static_cast<float>(a.softcap);
+  if (!(a.softcap >= 0) || std::isinf(p.softcap) || (a.softcap > 0 && p.softcap == 0)) {
+    throw_bad_argument(a.op, "softcap", "0 (off) or positive and finite in float32",
+                       std::to_string(a.softcap));
   }
   if (a.scale && !std::isfinite(static_cast<float>(*a.scale))) {
     throw_bad_argument(a.op, "scale", "finite in float32", std::to_string(*a.scale));
   }
-  if (!a.causal) throw_not_supported(a.op, "causal=False");
-  if (a.window > 0) throw_not_supported(a.op, "window");
-  if (a.softcap > 0) throw_not_supported(a.op, "softcap");
-  if (a.batch_invariant) throw_not_supported(a.op, "batch_invariant");
-  if (a.alibi_slopes) throw_not_supported(a.op, "alibi_slopes");
-  if (a.sinks) throw_not_supported(a.op, "sinks");
-  if (a.k_scale) throw_not_supported(a.op, "k_scale");
-  if (a.v_scale) throw_not_supported(a.op, "v_scale");
+  if (!a.causal && a.window > 0) {
+    throw_bad_argument(a.op, "window", "negative with causal=False", std::to_string(a.window));
+  }
+  p.causal = a.causal;
+  p.window = a.window < 0 ? 0 : std::min(a.window, kInt32Max);
+  p.batch_invariant = a.batch_invariant;
+  if (a.alibi_slopes) {
+    const Argument alibi_slopes(a.op, "alibi_slopes", *a.alibi_slopes);
+    if (!a.causal) alibi_slopes.fail("None with causal=False", alibi_slopes.shape());
+    alibi_slopes.expect_dtype(aoti_torch_dtype_float32());
+    p.alibi_slopes = static_cast<const float*>(check_head_vector(alibi_slopes, q, p.num_heads));
+  }
+  if (a.sinks) {
+    const Argument sinks(a.op, "sinks", *a.sinks);
+    p.sinks_are_fp32 = sinks.dtype() == aoti_torch_dtype_float32();
+    if (!p.sinks_are_fp32) sinks.expect_dtype(q.dtype());
+    p.sinks = check_head_vector(sinks, q, p.num_heads);
+  }
+  p.k_scale = check_scale(a.op, "k_scale", a.k_scale, q, p.num_kv_heads);
+  p.v_scale = check_scale(a.op, "v_scale", a.v_scale, q, p.num_kv_heads);
 
   p.q = q.data();
   p.k_cache = k_cache.data();
@@ -215,7 +258,7 @@ ReshapeAndCacheParams check_reshape_and_cache(const Tensor& key_tensor, const Te
   key.expect_last_dim_contiguous();
   value.expect_last_dim_contiguous();
 
-  check_caches(k_cache, v_cache, key, p.head_dim);
+  p.cache_dtype = check_caches(k_cache, v_cache, key, p.head_dim);
   k_cache.expect_no_overlap();
   v_cache.expect_no_overlap();
   p.num_blocks = k_cache.size(0);
@@ -237,8 +280,8 @@ ReshapeAndCacheParams check_reshape_and_cache(const Tensor& key_tensor, const Te
     slot_mapping.fail("no longer than key's " + std::to_string(key.size(0)) + " tokens",
                       slot_mapping.shape());
   }
-  if (k_scale) throw_not_supported(kOp, "k_scale");
-  if (v_scale) throw_not_supported(kOp, "v_scale");
+  p.k_scale = check_scale(kOp, "k_scale", k_scale, key, p.num_kv_heads);
+  p.v_scale = check_scale(kOp, "v_scale", v_scale, key, p.num_kv_heads);
 
   p.key = key.data();
   p.value = value.data();

@@ -55,7 +55,8 @@ void check_decode_content(const char* op, const DecodeParams& p) {
                                 " slots), got " + std::to_string(length));
     }
     const int64_t live_blocks = (length + p.block_size - 1) / p.block_size;
-    for (int64_t column = 0; column < live_blocks; ++column) {
+    const int64_t first_column = p.first_visible_key(length, queries) / p.block_size;
+    for (int64_t column = first_column; column < live_blocks; ++column) {
       const int32_t id = p.block_tables[b * p.table_stride + column];
       if (id < 0 || id >= p.num_blocks) {
         throw_bad_content(op, "block_tables[" + std::to_string(b) + ", " + std::to_string(column) +
