@@ -106,7 +106,7 @@ class Combiner {
 
   // Notes that `segment` is a part of a unit; returns where in scratch it goes.
   __device__ __forceinline__ int begin_part(const Share& share, const Segment& segment) {
-    const bool begins_here = segment.first == 0;
+    const bool begins_here = segment.begins_unit();
     cut_ends_ |= 1 << begins_here;
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
       CutUnit& cut = shared_.cuts[head_lane_][begins_here];
@@ -266,9 +266,49 @@ class Combiner {
       to.out_row = static_cast<T*>(params_.decode.out) +
                    rows.offset(params_, params_.decode.out_strides, lane_ >> 2);
     }
-    to.factor = make_float2(stats.sum.x == 0 ? 0.f : __fdividef(1, stats.sum.x),
-                            stats.sum.y == 0 ? 0.f : __fdividef(1, stats.sum.y));
+    to.factor = make_float2(row_result(rows, stats, 0).factor, row_result(rows, stats, 1).factor);
     return to;
+  }
+
+  // What makes a result of a row's sums.
+  struct RowResult {
+    float factor;  // of its outputs
+    float lse;
+  };
+
+  // Of row 2 * (lane % 4) + r.
+  __device__ __forceinline__ RowResult row_result(const RowTile& rows, const RowStats& stats,
+                                                  int r) const {
+    const DecodeParams& p = params_.decode;
+    const float max = r == 0 ? stats.max.x : stats.max.y;
+    // Exponents of 2 from here on. The weights of a row that saw no key are all 0.
+    float reference = max == -INFINITY ? 0.f : max * params_.scale_log2;
+    float keys_weight = 1, sink_weight = 0;
+    if (p.sinks != nullptr) {
+      constexpr float kLog2E = 1.44269504088896340f;
+      const int row = 2 * (lane_ & 3) + r;
+      const float sink =
+          rows.exists(row) ? sink_of<T>(p, rows.head(params_, row)) * kLog2E : -INFINITY;
+      if (sink > -INFINITY) {
+        const float top = max == -INFINITY ? sink : fmaxf(reference, sink);
+        keys_weight = power_of_2(reference - top);
+        sink_weight = power_of_2(sink - top);
+        reference = top;
+      }
+    }
+    constexpr float kLn2 = 0.69314718055994531f;
+    const float sum = fmaf(keys_weight, r == 0 ? stats.sum.x : stats.sum.y, sink_weight);
+    const float exact_sum =
+        fmaf(keys_weight, r == 0 ? stats.exact_sum.x : stats.exact_sum.y, sink_weight);
+    RowResult result;
+    result.factor = sum == 0 ? 0.f : __fdividef(keys_weight, sum);
+    if (p.v_scale.data != nullptr && result.factor != 0) {
+      const int64_t last = p.num_kv_heads - 1;  // a spare head lane asks for more
+      result.factor *=
+          __ldg(p.v_scale.data + min(static_cast<int64_t>(rows.kv_head), last) * p.v_scale.stride);
+    }
+    result.lse = (reference + log2f(exact_sum)) * kLn2;
+    return result;
   }
 
   __device__ __forceinline__ void emit(const Destination& to, int i, float4 o) const {
@@ -292,16 +332,12 @@ class Combiner {
       return;
     }
     if (params_.decode.lse == nullptr) return;
-    constexpr float kLn2 = 0.69314718055994531f;
-    const float2 max = make_float2(stats.max.x == -INFINITY ? 0.f : stats.max.x,
-                                   stats.max.y == -INFINITY ? 0.f : stats.max.y);
-    const float lse[2] = {(max.x * params_.scale_log2 + log2f(stats.exact_sum.x)) * kLn2,
-                          (max.y * params_.scale_log2 + log2f(stats.exact_sum.y)) * kLn2};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * lane_ + r;
       if (rows.exists(row)) {
-        params_.decode.lse[rows.offset(params_, params_.decode.lse_strides, row)] = lse[r];
+        params_.decode.lse[rows.offset(params_, params_.decode.lse_strides, row)] =
+            row_result(rows, stats, r).lse;
       }
     }
   }

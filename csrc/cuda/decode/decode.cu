@@ -87,9 +87,18 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
          (1 << device.run_shift) < kTileTokens) {
     ++device.run_shift;
   }
+  device.window =
+      params.window > 0 ? static_cast<int32_t>(params.window) : std::numeric_limits<int32_t>::max();
   constexpr float kMost = std::numeric_limits<float>::max();
-  device.scale_log2 = static_cast<float>(std::min<double>(std::abs(params.scale) * M_LOG2E, kMost));
-  device.score_sign = params.scale < 0 ? -1.f : 1.f;
+  device.has_transforms = params.softcap > 0 || params.alibi_slopes != nullptr;
+  if (device.has_transforms) {
+    device.score_factor = params.scale;
+    device.scale_log2 = static_cast<float>(M_LOG2E);
+  } else {
+    device.score_factor = params.scale < 0 ? -1.f : 1.f;
+    device.scale_log2 =
+        static_cast<float>(std::min<double>(std::abs(params.scale) * M_LOG2E, kMost));
+  }
   // Weights are at most 2^8 then, far from overflow in fp16, and rescaling is rare.
   device.slack = device.scale_log2 > 8 / kMost ? 8 / device.scale_log2 : kMost;
   const TokenStrides& out = params.out_strides;

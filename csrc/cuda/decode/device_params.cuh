@@ -30,9 +30,14 @@ struct DeviceParams {
   int32_t unit_cost;          // steps that a unit counts for besides its tiles
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
-  float scale_log2;     // |scale| * log2(e)
-  float score_sign;     // scale's: scores are q . k times it, so that the largest has most weight
+  int32_t window;  // keys that a query sees, itself included; the greatest integer: all
+
+  // A score is score_factor * (q . k), times the KV head's k_scale, changed by softcap and ALiBi if
+  // there is one of them; its weight is 2^(score * scale_log2). The larger has more weight.
+  float score_factor;
+  float scale_log2;
   float slack;          // a score may exceed the row's reference by so much
+  bool has_transforms;  // softcap or ALiBi
   bool out_is_aligned;  // every row of out starts at a multiple of 4 bytes
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "combine.cuh"
+#include "scores.cuh"
 
 namespace paged_attn::cuda {
 
@@ -62,12 +63,14 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
   RowTile rows;
   typename Combine::State state;
   // Of the segment in work:
-  int lanes_used = 0;          // token lanes that have a part of it
-  int part = Combine::kWhole;  // where its result goes
-  bool is_new = false;         // its query is yet to be taken from the ring
-  int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last
-  int limit[2] = {};           // keys that this lane's rows see
-  bool poisoned = false;       // the sequence has a block id outside the pool
+  int lanes_used = 0;            // token lanes that have a part of it
+  int part = Combine::kWhole;    // where its result goes
+  bool is_new = false;           // its query is yet to be taken from the ring
+  int tile = 0, end_tile = 0;    // this warp's next tile of it, and past the last
+  int limit[2] = {};             // this lane's rows see keys before these
+  int first_full = 0, full = 0;  // they see all of so many tiles from here on
+  float factor = 0;              // of its scores
+  bool poisoned = false;         // the sequence has a block id outside the pool
   // Of the ring:
   int slot = 0;              // the next tile's
   int free_slots = kStages;  // so many before it may be filled
@@ -93,15 +96,18 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
         is_new = false;
       }
       float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
-      const float sign = params.score_sign;
-      s = make_float4(s.x * sign, s.y * sign, s.z * sign, s.w * sign);
-      const bool masked = tile >= min(limit[0], limit[1]) >> kTileShift;
+      s = make_float4(s.x * factor, s.y * factor, s.z * factor, s.w * factor);
+      if (params.has_transforms) s = transform_scores(params, rows, limit, tile, s, lane);
+      const bool masked = static_cast<unsigned>(tile - first_full) >= static_cast<unsigned>(full);
       if (masked) {
         const int token = tile * kTileTokens + (lane >> 2);
-        if (token >= limit[0]) s.x = -INFINITY;
-        if (token >= limit[1]) s.y = -INFINITY;
-        if (token + 8 >= limit[0]) s.z = -INFINITY;
-        if (token + 8 >= limit[1]) s.w = -INFINITY;
+        const auto sees = [&](int key, int row) {
+          return key < limit[row] && key >= limit[row] - params.window;
+        };
+        if (!sees(token, 0)) s.x = -INFINITY;
+        if (!sees(token, 1)) s.y = -INFINITY;
+        if (!sees(token + 8, 0)) s.z = -INFINITY;
+        if (!sees(token + 8, 1)) s.w = -INFINITY;
       }
       float4 weights = state.weights(s, params.scale_log2, params.slack);
       if (masked) {
@@ -142,8 +148,11 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     tile = segment.first + token_lane;
     end_tile = segment.end;
     if (rows.kv_head >= params.decode.num_kv_heads) lanes_used = end_tile = 0;  // a spare lane
-    limit[0] = rows.limit(params, segment.sequence, 2 * (lane & 3));
-    limit[1] = rows.limit(params, segment.sequence, 2 * (lane & 3) + 1);
+    limit[0] = max(rows.limit(params, segment.sequence, 2 * (lane & 3)), 0);
+    limit[1] = max(rows.limit(params, segment.sequence, 2 * (lane & 3) + 1), 0);
+    first_full = (max(max(limit[0], limit[1]) - params.window, 0) + kTileTokens - 1) >> kTileShift;
+    full = max((min(limit[0], limit[1]) >> kTileShift) - first_full, 0);
+    factor = score_factor(params, rows.kv_head);
     state.clear();
     part = segment.is_whole() || lanes_used == 0 ? Combine::kWhole
                                                  : combine.begin_part(share, segment);

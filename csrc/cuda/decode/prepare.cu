@@ -9,7 +9,7 @@
 
 #include "../kernels.h"
 #include "launch.h"
-#include "sequence.cuh"
+#include "rows.cuh"
 
 namespace paged_attn::cuda {
 namespace {
@@ -52,10 +52,11 @@ __device__ __forceinline__ void convert(float x, float& to) { to = x; }
 __device__ __forceinline__ void convert(float x, __half& to) { to = __float2half(x); }
 __device__ __forceinline__ void convert(float x, __nv_bfloat16& to) { to = __float2bfloat16(x); }
 
-// Rows [begin, end) of sequence b, or of q if ragged: a warp for each token and head.
+// Rows [begin, end) of sequence b, or of q if ragged: a warp for each token and head. The sinks are
+// all that rows see which a sequence owns.
 template <typename T>
 __device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int64_t begin,
-                                          int64_t end, bool bad) {
+                                          int64_t end, bool bad, bool owned) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(T));
   T value;
   convert(bad ? NAN : 0.f, value);
@@ -79,7 +80,9 @@ __device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int6
     }
     if (p.lse != nullptr && lane == 0) {
       p.lse[b * p.lse_strides.batch + token * p.lse_strides.token + head * p.lse_strides.head] =
-          bad ? NAN : -INFINITY;
+          bad     ? NAN
+          : owned ? sink_of<T>(p, head)
+                  : -INFINITY;
     }
   }
 }
@@ -102,8 +105,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
     __syncthreads();
     if (blockIdx.x == 0) {
       // A bad first entry may hide where sequences begin: all rows before it are as bad.
-      fill_rows<T>(p, 0, 0, params.row_starts[0], p.cu_seqlens_q[0] != params.row_starts[0]);
-      fill_rows<T>(p, 0, params.row_starts[p.batch_size], p.num_tokens, false);
+      fill_rows<T>(p, 0, 0, params.row_starts[0], p.cu_seqlens_q[0] != params.row_starts[0], false);
+      fill_rows<T>(p, 0, params.row_starts[p.batch_size], p.num_tokens, false, false);
     }
   }
   // A thread looks at a sequence, the block fills the rows of those without keys.
@@ -114,14 +117,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
     const int64_t own = batch_of(threadIdx.x);
     const Sequence sequence = load_sequence(params, own);
     sequences[threadIdx.x] = sequence;
-    const unsigned mask = __ballot_sync(~0u, own < p.batch_size && sequence.context_len == 0);
+    const unsigned mask = __ballot_sync(~0u, own < p.batch_size && sequence.context_len <= 0);
     if (threadIdx.x % 32 == 0) is_empty[threadIdx.x / 32] = mask;
     __syncthreads();
     for (int w = 0; w < kPrepareThreads / 32; ++w) {
       for (unsigned left = is_empty[w]; left != 0; left &= left - 1) {
         const int i = w * 32 + __ffs(static_cast<int>(left)) - 1;
         const Sequence& empty = sequences[i];
-        fill_rows<T>(p, batch_of(i), empty.first_row, empty.first_row + empty.query_len, empty.bad);
+        fill_rows<T>(p, batch_of(i), empty.first_row, empty.first_row + empty.query_len,
+                     empty.context_len < 0, true);
       }
     }
     __syncthreads();

@@ -35,17 +35,29 @@ struct RowTile {
   __device__ __forceinline__ int limit(const DeviceParams& params, const Sequence& sequence,
                                        int row) const {
     const int position = sequence.context_len - sequence.query_len + token(params, row);
-    return exists(row) ? position + 1 : sequence.context_len;
+    return params.decode.causal && exists(row) ? position + 1 : sequence.context_len;
+  }
+
+  // Its query head.
+  __device__ __forceinline__ int head(const DeviceParams& params, int row) const {
+    return kv_head * params.group + first + row - token(params, row) * params.group;
   }
 
   // Offset of a row in q, out or lse.
   __device__ __forceinline__ int64_t offset(const DeviceParams& params, const TokenStrides& strides,
                                             int row) const {
-    const int t = token(params, row);
-    const int head = kv_head * params.group + first + row - t * params.group;
     return static_cast<int64_t>(batch) * strides.batch +
-           static_cast<int64_t>(ragged_row + t) * strides.token + head * strides.head;
+           static_cast<int64_t>(ragged_row + token(params, row)) * strides.token +
+           head(params, row) * strides.head;
   }
 };
+
+// The logit that query head `head` attends to besides its keys; -inf if there is none.
+template <typename T>
+__device__ __forceinline__ float sink_of(const DecodeParams& p, int64_t head) {
+  if (p.sinks == nullptr) return -INFINITY;
+  if (p.sinks_are_fp32) return static_cast<const float*>(p.sinks)[head];
+  return static_cast<float>(static_cast<const T*>(p.sinks)[head]);
+}
 
 }  // namespace paged_attn::cuda

@@ -127,13 +127,15 @@ struct Segment {
   Sequence sequence;
   int pass;  // the unit: rows of the pass-th pass, KV heads of the head_group-th group
   int head_group;
-  int first;  // tiles [first, end) of the unit's `tiles`
+  int first;  // tiles [first, end) of the sequence
   int end;
-  int tiles;
   int unit_begin;  // the unit's first step in the line that is a tile
   int unit_last;   // and its last
 
-  __device__ __forceinline__ bool is_whole() const { return first == 0 && end == tiles; }
+  __device__ __forceinline__ bool begins_unit() const { return first == first_tile_of(sequence); }
+  __device__ __forceinline__ bool is_whole() const {
+    return begins_unit() && end == end_tile_of(sequence);
+  }
 };
 
 // Walks a share's segments; every warp for itself. It holds a window of 32 sequences, one a lane,
@@ -171,9 +173,11 @@ class SegmentCursor {
       const int first = max(position_ - segment_.unit_begin, 0);
       position_ = min(segment_.unit_last + 1, end_);
       unit_begin_ = position_;
-      segment_.first = first << params.line_shift;
+      const int first_tile = first_tile_of(segment_.sequence);
+      segment_.first = first_tile + (first << params.line_shift);
       segment_.end =
-          min(max(position_ - segment_.unit_begin, 0) << params.line_shift, segment_.tiles);
+          min(first_tile + (max(position_ - segment_.unit_begin, 0) << params.line_shift),
+              end_tile_of(segment_.sequence));
       if (++head_group_ == params.head_groups) {
         head_group_ = 0;
         ++pass_;
@@ -199,6 +203,7 @@ class SegmentCursor {
     sequence.context_len = __shfl_sync(~0u, own_.context_len, first);
     sequence.first_row = __shfl_sync(~0u, own_.first_row, first);
     sequence.query_len = __shfl_sync(~0u, own_.query_len, first);
+    sequence.first_key = __shfl_sync(~0u, own_.first_key, first);
     set_sequence(params, window_begin_ + first, sequence);
     pass_ = 0;
   }
@@ -207,7 +212,6 @@ class SegmentCursor {
                                                const Sequence& sequence) {
     segment_.batch = batch;
     segment_.sequence = sequence;
-    segment_.tiles = tiles_of(sequence);
     unit_steps_ = steps_of(params, sequence);
     passes_ = passes_of<kRowsAPass>(params, sequence);
   }

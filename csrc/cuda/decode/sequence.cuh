@@ -7,35 +7,48 @@
 namespace paged_attn::cuda {
 
 struct Sequence {
-  int32_t context_len;  // keys to read: 0 if no query sees one, or if the sequence is bad
+  int32_t context_len;  // 0 if no query sees a key; -1 if the sequence is bad: its rows are NaN
   int32_t first_row;    // ragged: its first row of q
   int32_t query_len;
-  bool bad;  // its rows are NaN
+  int32_t first_key;  // the first that any of its queries sees
 };
 
 __device__ __forceinline__ Sequence load_sequence(const DeviceParams& params, int64_t b) {
   const DecodeParams& p = params.decode;
-  Sequence sequence{0, 0, 0, false};
+  Sequence sequence{};
   if (b >= p.batch_size) return sequence;
   const int32_t length = __ldcg(p.context_lens + b);
   sequence.query_len = static_cast<int32_t>(p.query_len);
+  bool bad = length > p.max_blocks * p.block_size;
   if (p.cu_seqlens_q != nullptr) {
     const int32_t begin = __ldcg(params.row_starts + b), end = __ldcg(params.row_starts + b + 1);
     sequence.first_row = begin;
     sequence.query_len = end - begin;
     // row_starts is the running maximum of the clamped entries: an entry that differs is outside
     // [0, T] or below one before it.
-    sequence.bad = __ldcg(p.cu_seqlens_q + b) != begin || __ldcg(p.cu_seqlens_q + b + 1) != end ||
-                   (p.max_query_len > 0 && sequence.query_len > p.max_query_len);
+    bad = bad || __ldcg(p.cu_seqlens_q + b) != begin || __ldcg(p.cu_seqlens_q + b + 1) != end ||
+          (p.max_query_len > 0 && sequence.query_len > p.max_query_len);
   }
-  sequence.bad = sequence.bad || length > p.max_blocks * p.block_size;
-  if (!sequence.bad && sequence.query_len > 0) sequence.context_len = max(length, 0);
+  if (bad) {
+    sequence.context_len = -1;
+  } else if (sequence.query_len > 0) {
+    sequence.context_len = max(length, 0);
+    const int32_t before_queries = max(sequence.context_len - sequence.query_len + 1, 0);
+    sequence.first_key = max(before_queries - params.window, 0);
+  }
   return sequence;
 }
 
-__device__ __forceinline__ int tiles_of(const Sequence& sequence) {
+// The tiles of a sequence that are read: [first_tile, end_tile).
+__device__ __forceinline__ int first_tile_of(const Sequence& sequence) {
+  return sequence.first_key >> kTileShift;
+}
+__device__ __forceinline__ int end_tile_of(const Sequence& sequence) {
   return static_cast<int>((static_cast<uint32_t>(sequence.context_len) + kTileTokens - 1) >>
                           kTileShift);
+}
+__device__ __forceinline__ int tiles_of(const Sequence& sequence) {
+  return end_tile_of(sequence) - first_tile_of(sequence);
 }
 
 }  // namespace paged_attn::cuda

@@ -106,6 +106,7 @@ class TileStream {
     int kv_head;
     int block_id;        // -1: outside the pool
     int block_slot;      // the run's first slot
+    int hidden_rows;     // of its first tile: no query sees them
     bool has_query;      // its first tile, or every one, brings the query rows:
     const T* query_row;  // row lane / 4 of the row tile; null: there is none
   };
@@ -134,14 +135,19 @@ class TileStream {
     const DecodeParams& p = params_.decode;
     const int id = __shfl_sync(~0u, current_.block_id, taken_);
     const int block_slot = __shfl_sync(~0u, current_.block_slot, taken_);
-    const int live_rows = id < 0 ? 0 : current_.context_len - (current_.tile << kTileShift);
+    const int hidden_rows = taken_ == 0 ? current_.hidden_rows : 0;
+    const int live_rows =
+        id < 0 ? 0 : current_.context_len - (current_.tile << kTileShift) - hidden_rows;
+    const auto is_live = [&](int row) {
+      return static_cast<unsigned>(row - hidden_rows) < static_cast<unsigned>(live_rows);
+    };
     const auto copy = [&](uint32_t to, const void* cache, const CacheStrides& strides) {
       const T* from = address(cache, strides, id, block_slot + copy_row(0));
 #pragma unroll kCopiesAtATime
       for (int i = 0; i < kCopies; ++i) {
         const int d = copy_chunk(i) * kChunkElements;
         copy_async(place(to, i), from + (copy_row(i) - copy_row(0)) * strides.slot + d,
-                   copy_row(i) < live_rows && d < p.head_dim);
+                   is_live(copy_row(i)) && d < p.head_dim);
       }
     };
     copy(shared, p.k_cache, p.k_strides);
@@ -162,6 +168,7 @@ class TileStream {
   // Blocks of fewer than kTileTokens tokens, or of a number that kTileTokens does not divide.
   __device__ __forceinline__ void copy_tile_of_runs(uint32_t shared) const {
     const DecodeParams& p = params_.decode;
+    const int hidden_rows = taken_ == 0 ? current_.hidden_rows : 0;
     const int live_rows = current_.context_len - (current_.tile << kTileShift);
     const int first_run = taken_ << (kTileShift - params_.run_shift);
 #pragma unroll kCopiesAtATime
@@ -172,7 +179,7 @@ class TileStream {
       const int block_slot =
           __shfl_sync(~0u, current_.block_slot, run) + (row & ((1 << params_.run_shift) - 1));
       const int d = copy_chunk(i) * kChunkElements;
-      const bool read = row < live_rows && id >= 0 && d < p.head_dim;
+      const bool read = row >= hidden_rows && row < live_rows && id >= 0 && d < p.head_dim;
       copy_async(place(shared, i), address(p.k_cache, p.k_strides, id, block_slot) + d, read);
       copy_async(place(shared + kTileBytes, i), address(p.v_cache, p.v_strides, id, block_slot) + d,
                  read);
@@ -211,7 +218,10 @@ class TileStream {
         ((batch.tile + tile_of_lane * lanes) << kTileShift) + (run_of_lane << params_.run_shift);
     batch.block_id = 0;
     batch.block_slot = 0;
-    if (tile_of_lane < batch.tiles && token < batch.context_len) {
+    const int first_key = segment.sequence.first_key;
+    batch.hidden_rows = max(first_key - (batch.tile << kTileShift), 0);
+    if (tile_of_lane < batch.tiles && token < batch.context_len &&
+        token + (1 << params_.run_shift) > first_key) {
       const int column = params_.by_block_size.quotient(token);
       batch.block_slot = token - column * static_cast<int>(p.block_size);
       batch.block_id =
