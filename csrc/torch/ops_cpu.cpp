@@ -33,6 +33,7 @@ std::vector<int64_t> decode_config(int64_t element_bytes, int64_t batch_size, in
   const int32_t any = 0;
   DecodeParams params{};
   params.dtype = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
+  params.cache_dtype = params.dtype;
   params.cu_seqlens_q = query_len == 0 ? &any : nullptr;
   params.batch_size = batch_size;
   params.query_len = query_len;

@@ -15,15 +15,15 @@ struct CutUnit {
   int blocks[2];  // the first and the last
 };
 
-template <typename T, int kHeadDim, int kRings, int kRowTiles>
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles>
 class Combiner {
  public:
   static constexpr int kWhole = -1;
-  using Math = TileMath<T, kHeadDim>;
+  using Math = TileMath<T, C, kHeadDim>;
   using State = RowState<Math::kFragments>;
   static constexpr int kFragments = Math::kFragments;
   static constexpr int kWarps = kRings * kRowTiles;
-  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), kRowTiles);
+  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles);
 
   // Behind the rings in shared memory.
   struct Shared {

@@ -1,6 +1,7 @@
 // decode() on the host: divides scratch, completes the params and picks the kernel.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cmath>
@@ -33,23 +34,39 @@ struct ScratchLayout {
   }
 };
 
-template <typename T, size_t... kIndex>
+template <typename T, typename C, size_t... kIndex>
 cudaError_t launch_matching(const DeviceParams& params, const DecodeConfig& config,
                             const DeviceLimits& limits, cudaStream_t stream,
                             std::index_sequence<kIndex...>) {
   cudaError_t result = cudaErrorInvalidConfiguration;
   const auto try_shape = [&](auto index) {
     constexpr KernelShape kShape = kKernelShapes[decltype(index)::value];
-    if constexpr (kShape.element_bytes == sizeof(T)) {
+    if constexpr (kShape.element_bytes == sizeof(T) && kShape.cache_bytes == sizeof(C)) {
       if (kShape.head_dim == config.head_dim && kShape.rings == config.rings &&
           kShape.row_tiles == config.row_tiles && kShape.stages == config.stages) {
-        result = launch_decode<T, kShape.head_dim, kShape.rings, kShape.row_tiles, kShape.stages>(
-            params, config, limits, stream);
+        result =
+            launch_decode<T, C, kShape.head_dim, kShape.rings, kShape.row_tiles, kShape.stages>(
+                params, config, limits, stream);
       }
     }
   };
   (try_shape(std::integral_constant<size_t, kIndex>{}), ...);
   return result;
+}
+
+constexpr auto kShapeIndices = std::make_index_sequence<std::size(kKernelShapes)>{};
+
+template <typename T>
+cudaError_t launch_for_cache(const DeviceParams& params, const DecodeConfig& config,
+                             const DeviceLimits& limits, cudaStream_t stream) {
+  switch (params.decode.cache_dtype) {
+    case DType::kFloat8E4M3:
+      return launch_matching<T, __nv_fp8_e4m3>(params, config, limits, stream, kShapeIndices);
+    case DType::kFloat8E5M2:
+      return launch_matching<T, __nv_fp8_e5m2>(params, config, limits, stream, kShapeIndices);
+    default:
+      return launch_matching<T, T>(params, config, limits, stream, kShapeIndices);
+  }
 }
 
 }  // namespace
@@ -107,14 +124,13 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
 
   const cudaError_t error = launch_prepare(device, limits, stream);
   if (error != cudaSuccess) return error;
-  constexpr auto kIndices = std::make_index_sequence<std::size(kKernelShapes)>{};
   switch (params.dtype) {
     case DType::kFloat16:
-      return launch_matching<__half>(device, config, limits, stream, kIndices);
+      return launch_for_cache<__half>(device, config, limits, stream);
     case DType::kBFloat16:
-      return launch_matching<__nv_bfloat16>(device, config, limits, stream, kIndices);
+      return launch_for_cache<__nv_bfloat16>(device, config, limits, stream);
     default:
-      return launch_matching<float>(device, config, limits, stream, kIndices);
+      return launch_matching<float, float>(device, config, limits, stream, kShapeIndices);
   }
 }
 

@@ -44,7 +44,8 @@ struct DecodeConfig {
 // The kernels that exist: see instantiations/.
 struct KernelShape {
   int head_dim;
-  int element_bytes;
+  int element_bytes;  // of queries
+  int cache_bytes;    // of an element of the cache
   int rings;
   int row_tiles;
   int stages;
@@ -52,38 +53,50 @@ struct KernelShape {
 
 constexpr KernelShape kKernelShapes[] = {
     // At most 128 KB of tiles in the ring buffers, ...
-    {64, 2, 8, 1, 4},
-    {64, 2, 4, 2, 4},
-    {128, 2, 8, 1, 2},
-    {128, 2, 4, 2, 4},
-    {256, 2, 4, 1, 2},
-    {256, 2, 4, 2, 2},
-    {64, 4, 8, 1, 2},
-    {128, 4, 4, 1, 2},
-    {256, 4, 2, 1, 2},
+    {64, 2, 2, 8, 1, 4},
+    {64, 2, 2, 4, 2, 4},
+    {128, 2, 2, 8, 1, 2},
+    {128, 2, 2, 4, 2, 4},
+    {256, 2, 2, 4, 1, 2},
+    {256, 2, 2, 4, 2, 2},
+    {64, 2, 1, 8, 1, 8},
+    {64, 2, 1, 4, 2, 8},
+    {128, 2, 1, 8, 1, 4},
+    {128, 2, 1, 4, 2, 6},
+    {256, 2, 1, 4, 1, 4},
+    {256, 2, 1, 4, 2, 3},
+    {64, 4, 4, 8, 1, 2},
+    {128, 4, 4, 4, 1, 2},
+    {256, 4, 4, 2, 1, 2},
     // ... and fewer, for devices whose blocks may have no more than 99 KB in all.
-    {64, 2, 8, 1, 2},
-    {64, 2, 4, 2, 3},
-    {128, 2, 4, 1, 2},
-    {128, 2, 2, 2, 3},
-    {256, 2, 2, 1, 2},
-    {256, 2, 2, 2, 2},
-    {64, 4, 4, 1, 2},
-    {128, 4, 2, 1, 2},
-    {256, 4, 1, 1, 2},
+    {64, 2, 2, 8, 1, 2},
+    {64, 2, 2, 4, 2, 3},
+    {128, 2, 2, 4, 1, 2},
+    {128, 2, 2, 2, 2, 3},
+    {256, 2, 2, 2, 1, 2},
+    {256, 2, 2, 2, 2, 2},
+    {64, 2, 1, 8, 1, 3},
+    {64, 2, 1, 4, 2, 5},
+    {128, 2, 1, 4, 1, 3},
+    {128, 2, 1, 4, 2, 2},
+    {256, 2, 1, 2, 1, 4},
+    {256, 2, 1, 2, 2, 2},
+    {64, 4, 4, 4, 1, 2},
+    {128, 4, 4, 2, 1, 2},
+    {256, 4, 4, 1, 1, 2},
 };
 
 // K and V of one tile, and the query rows that the first tile of a segment brings along.
-constexpr int slot_bytes(int head_dim, int element_bytes, int row_tiles) {
-  return (2 * kTileTokens + row_tiles * kTileRows) * head_dim * element_bytes;
+constexpr int slot_bytes(int head_dim, int element_bytes, int cache_bytes, int row_tiles) {
+  return (2 * kTileTokens * cache_bytes + row_tiles * kTileRows * element_bytes) * head_dim;
 }
 
-// Rings, and behind them what the merges keep: states of each warp, cut units of each ring. This is
-// what a launch asks for; the kernel has a little of its own besides.
+// Rings, and behind them what the merges keep: states of each warp, a slot and cut units of each
+// ring. This is what a launch asks for; the kernel has a little of its own besides.
 constexpr int shared_bytes(const KernelShape& shape) {
-  return shape.rings *
-             (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes, shape.row_tiles) +
-              shape.row_tiles * 96 + 128) +
+  return shape.rings * (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes,
+                                                  shape.cache_bytes, shape.row_tiles) +
+                        shape.row_tiles * 96 + 128) +
          32;
 }
 
@@ -112,6 +125,7 @@ inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads
 inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimits& limits) {
   DecodeConfig config{};
   const int element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int cache_bytes = is_fp8(p.cache_dtype) ? 1 : element_bytes;
   const int64_t group = p.num_heads / p.num_kv_heads;
   int64_t queries = p.query_len;
   if (p.cu_seqlens_q != nullptr) {
@@ -123,7 +137,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   const int row_tiles = rows > kTileRows && element_bytes == 2 ? 2 : 1;
   for (const KernelShape& shape : kKernelShapes) {
     const bool fits = shape.head_dim >= p.head_dim && shape.element_bytes == element_bytes &&
-                      shape.row_tiles == row_tiles;
+                      shape.cache_bytes == cache_bytes && shape.row_tiles == row_tiles;
     // The first shape that is wide enough says how wide; of these the first that the device can
     // hold.
     if (!fits || config.rings > 0) continue;
@@ -137,7 +151,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   }
   if (config.rings == 0) return config;
   config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads,
-                                        p.head_dim * element_bytes, limits.num_sms);
+                                        p.head_dim * cache_bytes, limits.num_sms);
   config.token_lanes = config.rings / config.head_lanes;
 
   // Where segments are fewer than blocks, equal ones are cut into equal whole parts.

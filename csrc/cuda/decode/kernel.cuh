@@ -15,14 +15,14 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
-template <typename T, int kHeadDim, int kRings, int kRowTiles, int kStages>
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     decode_kernel(const __grid_constant__ DeviceParams params) {
   constexpr int kThreads = 32 * kRings * kRowTiles;
   constexpr int kRowsAPass = kTileRows * kRowTiles;
-  using Math = TileMath<T, kHeadDim>;
-  using Stream = TileStream<T, kHeadDim, kRowTiles, kThreads>;
-  using Combine = Combiner<T, kHeadDim, kRings, kRowTiles>;
+  using Math = TileMath<T, C, kHeadDim>;
+  using Stream = TileStream<T, C, kHeadDim, kRowTiles, kThreads>;
+  using Combine = Combiner<T, C, kHeadDim, kRings, kRowTiles>;
   constexpr int kRingBytes = kStages * Stream::kSlotBytes;
 
   extern __shared__ __align__(128) uint8_t shared[];

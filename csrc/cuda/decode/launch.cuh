@@ -8,14 +8,14 @@ namespace paged_attn::cuda {
 
 // The decode kernel reads tables, lengths and cache before prepare_kernel has finished: that lets
 // it start only once everything before it was done, so this rests on no promise of the caller's.
-template <typename T, int kHeadDim, int kRings, int kRowTiles, int kStages>
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config,
                           const DeviceLimits& limits, cudaStream_t stream) {
-  constexpr KernelShape kShape = {kHeadDim, sizeof(T), kRings, kRowTiles, kStages};
-  static_assert(sizeof(typename Combiner<T, kHeadDim, kRings, kRowTiles>::Shared) +
-                    kRings * kStages * slot_bytes(kHeadDim, sizeof(T), kRowTiles) <=
+  constexpr KernelShape kShape = {kHeadDim, sizeof(T), sizeof(C), kRings, kRowTiles, kStages};
+  static_assert(sizeof(typename Combiner<T, C, kHeadDim, kRings, kRowTiles>::Shared) +
+                    kRings * kStages * slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles) <=
                 shared_bytes(kShape));
-  const auto kernel = decode_kernel<T, kHeadDim, kRings, kRowTiles, kStages>;
+  const auto kernel = decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages>;
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes);
   if (error != cudaSuccess) return error;

@@ -28,7 +28,7 @@ cudaError_t launch_early(Kernel kernel, int grid, int threads, int shared_bytes,
   return cudaLaunchKernelEx(&launch, kernel, params);
 }
 
-template <typename T, int kHeadDim, int kRings, int kRowTiles, int kStages>
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config,
                           const DeviceLimits& limits, cudaStream_t stream);
 

@@ -71,12 +71,33 @@ __device__ __forceinline__ float2 unpack(uint32_t x, __nv_bfloat16) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
 }
 
-// 16-byte chunks of a row are permuted within groups of 8, so that the 8 rows that one ldmatrix
-// phase reads lie in different banks.
-__device__ __forceinline__ int swizzle(int row, int chunk) { return chunk ^ (row & 7); }
+// Writes two neighbouring elements of a row.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* out_row, int d, uint32_t pair, int head_dim,
+                                           bool aligned) {
+  if (out_row == nullptr || d >= head_dim) return;
+  if (aligned) {
+    *reinterpret_cast<uint32_t*>(out_row + d) = pair;
+  } else {
+    const T* elements = reinterpret_cast<const T*>(&pair);
+    out_row[d] = elements[0];
+    out_row[d + 1] = elements[1];
+  }
+}
+
+// 16-byte chunks of a row are permuted within groups of 8 (or within the row's 4), so that the 8
+// rows that one ldmatrix phase reads lie in different banks.
+template <int kRowBytes>
+__device__ __forceinline__ int swizzle(int row, int chunk) {
+  return kRowBytes > 64 ? chunk ^ (row & 7) : chunk ^ ((row >> 1) & 3);
+}
+
+// Arithmetic with queries of type T and a cache of type C.
+template <typename T, typename C, int kHeadDim>
+struct TileMath;
 
 template <typename T, int kHeadDim>
-struct TileMath {
+struct TileMath<T, T, kHeadDim> {
   static constexpr int kFragments = kHeadDim / 16;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
 
@@ -94,7 +115,7 @@ struct TileMath {
 #pragma unroll
     for (int i = 0; i < kFragments; i += 2) {
       uint32_t r[4];
-      ldmatrix(r, address + swizzle(row, 2 * i + (lane >> 3)) * 16);
+      ldmatrix(r, address + swizzle<kRowBytes>(row, 2 * i + (lane >> 3)) * 16);
       query.fragment[i][0] = r[0];
       query.fragment[i][1] = r[1];
       query.fragment[i + 1][0] = r[2];
@@ -112,7 +133,7 @@ struct TileMath {
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) {
       uint32_t a[4];
-      ldmatrix(a, address + swizzle(row, 2 * i + (lane >> 4)) * 16);
+      ldmatrix(a, address + swizzle<kRowBytes>(row, 2 * i + (lane >> 4)) * 16);
       mma(sum[i % kChains], a, query.fragment[i][0], query.fragment[i][1], T{});
     }
 #pragma unroll
@@ -136,7 +157,7 @@ struct TileMath {
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) {
       uint32_t a[4];
-      ldmatrix_transposed(a, address + swizzle(row, 2 * i + ((lane >> 3) & 1)) * 16);
+      ldmatrix_transposed(a, address + swizzle<kRowBytes>(row, 2 * i + ((lane >> 3) & 1)) * 16);
       mma(out[i], a, b0, b1, T{});
     }
     const float2 low = unpack(p_low, T{});
@@ -147,26 +168,15 @@ struct TileMath {
   // Writes fragment i of the rows of `out_row` (this lane's row lane / 4, null: none).
   static __device__ __forceinline__ void store(T* out_row, int i, float4 o, int head_dim,
                                                bool aligned, int lane) {
-    const uint32_t parts[2] = {transpose8x8(pack(o.x, o.y, T{})),
-                               transpose8x8(pack(o.z, o.w, T{}))};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int d = i * 16 + half * 8 + 2 * (lane & 3);
-      if (out_row == nullptr || d >= head_dim) continue;
-      if (aligned) {
-        *reinterpret_cast<uint32_t*>(out_row + d) = parts[half];
-      } else {
-        const T* elements = reinterpret_cast<const T*>(&parts[half]);
-        out_row[d] = elements[0];
-        out_row[d + 1] = elements[1];
-      }
-    }
+    const int d = i * 16 + 2 * (lane & 3);
+    store_pair(out_row, d, transpose8x8(pack(o.x, o.y, T{})), head_dim, aligned);
+    store_pair(out_row, d + 8, transpose8x8(pack(o.z, o.w, T{})), head_dim, aligned);
   }
 };
 
 // fp32: the same fragments, computed one product at a time.
 template <int kHeadDim>
-struct TileMath<float, kHeadDim> {
+struct TileMath<float, float, kHeadDim> {
   static constexpr int kFragments = kHeadDim / 16;
   static constexpr int kRowBytes = kHeadDim * 4;
 
@@ -181,7 +191,8 @@ struct TileMath<float, kHeadDim> {
   }
 
   static __device__ __forceinline__ float4 load(const uint8_t* tile, int row, int chunk) {
-    return *reinterpret_cast<const float4*>(tile + row * kRowBytes + swizzle(row, chunk) * 16);
+    return *reinterpret_cast<const float4*>(tile + row * kRowBytes +
+                                            swizzle<kRowBytes>(row, chunk) * 16);
   }
 
   static __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
@@ -238,8 +249,8 @@ struct TileMath<float, kHeadDim> {
 
  private:
   static __device__ __forceinline__ float element(const uint8_t* tile, int row, int d) {
-    return *reinterpret_cast<const float*>(tile + row * kRowBytes + swizzle(row, d >> 2) * 16 +
-                                           (d & 3) * 4);
+    return *reinterpret_cast<const float*>(tile + row * kRowBytes +
+                                           swizzle<kRowBytes>(row, d >> 2) * 16 + (d & 3) * 4);
   }
 };
 

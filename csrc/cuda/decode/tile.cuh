@@ -3,7 +3,7 @@
 // the next are already under way. A segment's first tile brings its query rows along.
 #pragma once
 
-#include "mma.cuh"
+#include "mma_fp8.cuh"
 #include "rows.cuh"
 
 namespace paged_attn::cuda {
@@ -19,6 +19,13 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* source, 
       : "memory");
 }
 
+// 8 bytes, for what may not start at a multiple of 16.
+__device__ __forceinline__ void copy_half_async(uint32_t shared, const void* source, bool read) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(source),
+               "r"(read ? 8 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -28,15 +35,16 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-template <typename T, int kHeadDim, int kRowTiles, int kStaged>
+template <typename T, typename C, int kHeadDim, int kRowTiles, int kStaged>
 class TileStream {
  public:
   using Cursor = SegmentCursor<kTileRows * kRowTiles, kStaged>;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(C));
   static constexpr int kTileBytes = kTileTokens * kRowBytes;
-  static constexpr int kQueryBytes = kTileRows * kRowBytes;
+  static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kQueryBytes = kTileRows * kQueryRowBytes;
   // K, V and the query rows of each row tile.
-  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), kRowTiles);
+  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles);
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kCopies = kTileTokens * kChunks / 32 / kRowTiles;  // of K, a lane
 
@@ -94,8 +102,8 @@ class TileStream {
   }
 
  private:
-  static constexpr bool kQueryInRegisters = TileMath<T, kHeadDim>::kQueryInRegisters;
-  static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(T));
+  static constexpr bool kQueryInRegisters = TileMath<T, C, kHeadDim>::kQueryInRegisters;
+  static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(C));
 
   // Some of one segment's tiles and the block ids that they need: lane i holds that of the i-th run
   // of tokens. Ids are fetched two batches ahead of the copies, all at once.
@@ -121,13 +129,27 @@ class TileStream {
 
   __device__ __forceinline__ uint32_t place(uint32_t tile, int i) const {
     const int row = copy_row(i);
-    return tile + row * kRowBytes + swizzle(row, copy_chunk(i)) * 16;
+    return tile + row * kRowBytes + swizzle<kRowBytes>(row, copy_chunk(i)) * 16;
   }
 
-  __device__ __forceinline__ const T* address(const void* cache, const CacheStrides& strides,
+  __device__ __forceinline__ const C* address(const void* cache, const CacheStrides& strides,
                                               int id, int block_slot) const {
-    return static_cast<const T*>(cache) + static_cast<uint32_t>(id) * strides.block +
+    return static_cast<const C*>(cache) + static_cast<uint32_t>(id) * strides.block +
            static_cast<uint32_t>(block_slot) * strides.slot + current_.kv_head * strides.head;
+  }
+
+  // 16 bytes of a row from head dim d on.
+  __device__ __forceinline__ void copy_chunk_of(uint32_t to, const C* row, int d, bool read) const {
+    const int head_dim = static_cast<int>(params_.decode.head_dim);
+    if constexpr (sizeof(C) == 1) {
+      // Rows that are an odd number of 8-byte halves may begin in the middle of 16 bytes.
+      if (head_dim % 16 != 0) {
+        copy_half_async(to, row + d, read && d < head_dim);
+        copy_half_async(to + 8, row + d + 8, read && d + 8 < head_dim);
+        return;
+      }
+    }
+    copy_async(to, row + d, read && d < head_dim);
   }
 
   // The usual case: rows a constant step apart.
@@ -142,12 +164,12 @@ class TileStream {
       return static_cast<unsigned>(row - hidden_rows) < static_cast<unsigned>(live_rows);
     };
     const auto copy = [&](uint32_t to, const void* cache, const CacheStrides& strides) {
-      const T* from = address(cache, strides, id, block_slot + copy_row(0));
+      const C* from = address(cache, strides, id, block_slot + copy_row(0));
 #pragma unroll kCopiesAtATime
       for (int i = 0; i < kCopies; ++i) {
         const int d = copy_chunk(i) * kChunkElements;
-        copy_async(place(to, i), from + (copy_row(i) - copy_row(0)) * strides.slot + d,
-                   is_live(copy_row(i)) && d < p.head_dim);
+        copy_chunk_of(place(to, i), from + (copy_row(i) - copy_row(0)) * strides.slot, d,
+                      is_live(copy_row(i)));
       }
     };
     copy(shared, p.k_cache, p.k_strides);
@@ -157,11 +179,12 @@ class TileStream {
   __device__ __forceinline__ void copy_query(uint32_t tile) const {
     const int row = lane_ >> 2;
 #pragma unroll
-    for (int i = 0; i < kChunks; i += 4) {
+    for (int i = 0; i < kQueryRowBytes / 16; i += 4) {
       const int chunk = i + (lane_ & 3);
-      copy_async(tile + row * kRowBytes + swizzle(row, chunk) * 16,
-                 current_.query_row + chunk * kChunkElements,
-                 current_.query_row != nullptr && chunk * kChunkElements < params_.decode.head_dim);
+      const int d = chunk * (16 / static_cast<int>(sizeof(T)));
+      copy_async(tile + row * kQueryRowBytes + swizzle<kQueryRowBytes>(row, chunk) * 16,
+                 current_.query_row + d,
+                 current_.query_row != nullptr && d < params_.decode.head_dim);
     }
   }
 
@@ -179,10 +202,10 @@ class TileStream {
       const int block_slot =
           __shfl_sync(~0u, current_.block_slot, run) + (row & ((1 << params_.run_shift) - 1));
       const int d = copy_chunk(i) * kChunkElements;
-      const bool read = row >= hidden_rows && row < live_rows && id >= 0 && d < p.head_dim;
-      copy_async(place(shared, i), address(p.k_cache, p.k_strides, id, block_slot) + d, read);
-      copy_async(place(shared + kTileBytes, i), address(p.v_cache, p.v_strides, id, block_slot) + d,
-                 read);
+      const bool read = row >= hidden_rows && row < live_rows && id >= 0;
+      copy_chunk_of(place(shared, i), address(p.k_cache, p.k_strides, id, block_slot), d, read);
+      copy_chunk_of(place(shared + kTileBytes, i), address(p.v_cache, p.v_strides, id, block_slot),
+                    d, read);
     }
   }
 

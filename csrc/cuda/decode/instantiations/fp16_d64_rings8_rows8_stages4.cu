@@ -2,6 +2,6 @@
 #include "../launch.cuh"
 
 namespace paged_attn::cuda {
-template cudaError_t launch_decode<__half, 64, 8, 1, 4>(const DeviceParams&, const DecodeConfig&,
-                                    const DeviceLimits&, cudaStream_t);
+template cudaError_t launch_decode<__half, __half, 64, 8, 1, 4>(
+    const DeviceParams&, const DecodeConfig&, const DeviceLimits&, cudaStream_t);
 }

@@ -2,6 +2,6 @@
 #include "../launch.cuh"
 
 namespace paged_attn::cuda {
-template cudaError_t launch_decode<float, 256, 2, 1, 2>(const DeviceParams&, const DecodeConfig&,
-                                    const DeviceLimits&, cudaStream_t);
+template cudaError_t launch_decode<float, float, 256, 2, 1, 2>(
+    const DeviceParams&, const DecodeConfig&, const DeviceLimits&, cudaStream_t);
 }

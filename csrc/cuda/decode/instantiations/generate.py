@@ -9,12 +9,13 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 DTYPES = {2: {"fp16": "__half", "bf16": "__nv_bfloat16"}, 4: {"fp32": "float"}}
+FP8_DTYPES = {"e4m3": "__nv_fp8_e4m3", "e5m2": "__nv_fp8_e5m2"}
 TEMPLATE = """// Written by generate.py.
 #include "../launch.cuh"
 
 namespace paged_attn::cuda {{
-template cudaError_t launch_decode<{arguments}>(const DeviceParams&, const DecodeConfig&,
-                                    const DeviceLimits&, cudaStream_t);
+template cudaError_t launch_decode<{arguments}>(
+    const DeviceParams&, const DecodeConfig&, const DeviceLimits&, cudaStream_t);
 }}
 """
 
@@ -25,12 +26,16 @@ def files() -> dict[str, str]:
     begin = text.index("kKernelShapes[] = {")
     table = text[begin : text.index("};", begin)]
     contents = {}
-    for row in re.findall(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)\}", table):
-        head_dim, element_bytes, rings, row_tiles, stages = map(int, row)
+    row = r"\{" + ", ".join([r"(\d+)"] * 6) + r"\}"
+    for fields in re.findall(row, table):
+        head_dim, element_bytes, cache_bytes, rings, row_tiles, stages = map(int, fields)
         for dtype, cpp_type in DTYPES[element_bytes].items():
-            name = f"{dtype}_d{head_dim}_rings{rings}_rows{8 * row_tiles}_stages{stages}.cu"
-            arguments = f"{cpp_type}, {head_dim}, {rings}, {row_tiles}, {stages}"
-            contents[name] = TEMPLATE.format(arguments=arguments)
+            caches = {dtype: cpp_type} if cache_bytes == element_bytes else FP8_DTYPES
+            for cache, cache_type in caches.items():
+                prefix = dtype if cache == dtype else f"{dtype}_{cache}"
+                shape = f"d{head_dim}_rings{rings}_rows{8 * row_tiles}_stages{stages}"
+                arguments = f"{cpp_type}, {cache_type}, {head_dim}, {rings}, {row_tiles}, {stages}"
+                contents[f"{prefix}_{shape}.cu"] = TEMPLATE.format(arguments=arguments)
     return contents
 
 

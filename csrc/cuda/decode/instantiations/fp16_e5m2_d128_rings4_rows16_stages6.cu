@@ -1,0 +1,7 @@
+// Written by generate.py.
+#include "../launch.cuh"
+
+namespace paged_attn::cuda {
+template cudaError_t launch_decode<__half, __nv_fp8_e5m2, 128, 4, 2, 6>(
+    const DeviceParams&, const DecodeConfig&, const DeviceLimits&, cudaStream_t);
+}
