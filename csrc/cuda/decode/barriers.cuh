@@ -52,13 +52,13 @@ class GroupBarrier {
   uint32_t phase_ = 0;
 };
 
-// Adds 1 and returns what was there. What this thread's block wrote before its last barrier is seen
-// by whoever reads a later count.
-__device__ __forceinline__ int32_t arrive(int32_t* counter) {
+// Adds `count` and returns what was there. What this thread's block wrote before its last barrier
+// is seen by whoever reads a later count.
+__device__ __forceinline__ int32_t arrive(int32_t* counter, int32_t count) {
   int32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(counter)
+               : "l"(counter), "r"(count)
                : "memory");
   return before;
 }

@@ -13,12 +13,29 @@ namespace paged_attn::cuda {
 struct CutUnit {
   Segment segment;
   int blocks[2];  // the first and the last
+  int chunks;     // batch-invariant: of the unit that this block has
+  int all_chunks;
+};
+
+// Where a segment's result goes: to the rows if it is final, else to a part in scratch. What the
+// part holds already may be added first. In one register, for they are scarce where this is kept.
+class Target {
+ public:
+  Target() = default;
+  __device__ __forceinline__ Target(int part, bool fold, bool to_rows)
+      : packed_(part << 2 | fold << 1 | to_rows) {}
+
+  __device__ __forceinline__ int part() const { return packed_ >> 2; }
+  __device__ __forceinline__ bool fold() const { return (packed_ & 2) != 0; }
+  __device__ __forceinline__ bool to_rows() const { return (packed_ & 1) != 0; }
+
+ private:
+  int packed_ = 1;  // to the rows
 };
 
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles>
 class Combiner {
  public:
-  static constexpr int kWhole = -1;
   using Math = TileMath<T, C, kHeadDim>;
   using State = RowState<Math::kFragments>;
   static constexpr int kFragments = Math::kFragments;
@@ -48,17 +65,27 @@ class Combiner {
         lane_(lane) {}
 
   // Takes in the states of a segment, one of each warp of the head lane; the first `lanes_used`
-  // token lanes have one. `held_slot`: a slot of this warp's ring that it may write to. `part`:
-  // where in scratch the result goes, or kWhole: to the rows themselves. Ends with a barrier of the
-  // head lane if it took more than one token lane.
+  // token lanes have one. `held_slot`: a slot of this warp's ring that it may write to. Ends with a
+  // barrier of the head lane if it took more than one token lane.
   __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
-                                         int held_slot, int part) {
-    if (lanes_used <= 1) {
+                                         int held_slot, const Target& target) {
+    // Folding takes registers that there are none of beside the state: it is left to the merge
+    // below unless the kernel has none.
+    if (lanes_used <= 1 && (kRings == 1 || !target.fold())) {
       if (token_lane_ != 0) return;
-      const Destination to = destination(rows, state.stats, part);
+      RowStats stats = state.stats;
+      Fold fold;
+      if constexpr (kRings == 1) fold = fold_into(target, stats);
+      const Destination to = destination(rows, stats, target);
 #pragma unroll
-      for (int i = 0; i < kFragments; ++i) emit(to, i, state.out[i]);
-      emit_stats(rows, state.stats, part);
+      for (int i = 0; i < kFragments; ++i) {
+        float4 out = state.out[i];
+        if constexpr (kRings == 1) {
+          if (target.fold()) out = fold(load_output(target.part(), i), out);
+        }
+        emit(to, i, out);
+      }
+      emit_stats(rows, stats, target);
       return;
     }
     if (token_lane_ < lanes_used) {
@@ -86,7 +113,8 @@ class Combiner {
     stats.clear();
     stats.max = max_over_tokens(of_lane[0].max);
     stats.add(of_lane, factor, params_.scale_log2);
-    const Destination to = destination(rows, stats, part);
+    const Fold fold = fold_into(target, stats);
+    const Destination to = destination(rows, stats, target);
 #pragma unroll 1
     for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
       float4 total = make_float4(0, 0, 0, 0);
@@ -98,22 +126,43 @@ class Combiner {
           add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
         }
       }
+      if (target.fold()) total = fold(load_output(target.part(), i), total);
       emit(to, i, total);
     }
-    if (token_lane_ == 0) emit_stats(rows, stats, part);
+    // Until all have read what the part held.
+    if (target.fold()) group_barrier_.wait();
+    if (token_lane_ == 0) emit_stats(rows, stats, target);
     group_barrier_.wait();
   }
 
-  // Notes that `segment` is a part of a unit; returns where in scratch it goes.
-  __device__ __forceinline__ int begin_part(const Share& share, const Segment& segment) {
-    const bool begins_here = segment.begins_unit();
+  // Notes what the share holds of a unit that is not whole in one segment; returns where the
+  // segment's result goes.
+  __device__ __forceinline__ Target begin_part(const Share& share, const Segment& segment) {
+    const bool begins_here = segment.unit_first == first_tile_of(segment.sequence);
+    const bool ends_here = segment.unit_end == end_tile_of(segment.sequence);
+    const bool in_chunks = params_.max_chunks > 0;
+    if (in_chunks && begins_here && ends_here) {
+      return {part_of(blockIdx.x, true), segment.first > segment.unit_first,
+              segment.end == segment.unit_end};
+    }
+    const int chunk_tiles = in_chunks ? chunk_tiles_of(params_, segment.sequence) : 1;
+    const auto chunks = [&](int begin, int end) {
+      return (end - begin + chunk_tiles - 1) / chunk_tiles;
+    };
     cut_ends_ |= 1 << begins_here;
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
       CutUnit& cut = shared_.cuts[head_lane_][begins_here];
-      if (lane_ == 0) cut.segment = segment;
       cut.blocks[lane_] = share.block_of(lane_ == 0 ? segment.unit_begin : segment.unit_last);
+      if (lane_ == 0) {
+        cut.segment = segment;
+        cut.chunks = chunks(segment.unit_first, segment.unit_end);
+        cut.all_chunks = chunks(first_tile_of(segment.sequence), end_tile_of(segment.sequence));
+      }
     }
-    return part_of(blockIdx.x, begins_here);
+    if (!in_chunks) return {part_of(blockIdx.x, begins_here), false, false};
+    const int chunk = begins_here ? 0 : chunks(first_tile_of(segment.sequence), segment.first);
+    return {chunk_part_of(share.block_of(segment.unit_begin), chunk),
+            begins_here && segment.first > segment.unit_first, false};
   }
 
   // Once, when all segments are done: announces this block's parts, so that whoever announces a
@@ -126,8 +175,12 @@ class Combiner {
       bool last = false;
       if (cut_ends_ >> lane_ & 1) {
         const CutUnit& cut = shared_.cuts[head_lane_][lane_];
-        int32_t* counter = params_.arrivals + cut.blocks[0] * params_.head_lanes + head_lane_;
-        last = arrive(counter) == cut.blocks[1] - cut.blocks[0];
+        const int counter = cut.blocks[0] * params_.head_lanes + head_lane_;
+        const bool in_chunks = params_.max_chunks > 0;
+        const int count = in_chunks ? cut.chunks : 1;
+        const int all = in_chunks ? cut.all_chunks : cut.blocks[1] - cut.blocks[0] + 1;
+        if (in_chunks && lane_ == 1) params_.prefix_chunks[counter] = count;
+        last = arrive(params_.arrivals + counter, count) + count == all;
       }
       shared_.is_last[lane_][head_lane_] = last;
     }
@@ -142,7 +195,9 @@ class Combiner {
 
   // Adds up the blocks' parts of a unit into its rows. Each warp does its own fragments.
   __device__ __forceinline__ void merge_parts(const CutUnit& cut, const RowTile& rows) const {
-    if (fragments_a_warp() == 1) {
+    if (params_.max_chunks > 0) {
+      fold_chunks(cut, rows);
+    } else if (fragments_a_warp() == 1) {
       merge_parts_of<1>(cut, rows);
     } else if (kFragments > 4 && fragments_a_warp() > 4) {
       merge_parts_of<8>(cut, rows);
@@ -152,6 +207,55 @@ class Combiner {
   }
 
  private:
+  // Batch-invariant: the first block's chunks, which it has folded, then the others one by one.
+  __device__ __forceinline__ void fold_chunks(const CutUnit& cut, const RowTile& rows) const {
+    const int first_block = cut.blocks[0];
+    const int prefix =
+        __ldcg(params_.prefix_chunks + first_block * params_.head_lanes + head_lane_);
+#pragma unroll 1
+    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
+      RowStats stats = load_stats(chunk_part_of(first_block, 0));
+      float4 total = load_output(chunk_part_of(first_block, 0), i);
+#pragma unroll 1
+      for (int begin = prefix; begin < cut.all_chunks; begin += 4) {
+        RowStats each[4];
+        float4 outs[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int part = chunk_part_of(first_block, min(begin + k, cut.all_chunks - 1));
+          each[k] = load_stats(part);
+          outs[k] = load_output(part, i);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (begin + k < cut.all_chunks) {
+            total = Fold(stats, each[k], params_.scale_log2)(total, outs[k]);
+          }
+        }
+      }
+      emit(destination(rows, stats, Target{}), i, total);
+      if (token_lane_ == 0 && i == 0) emit_stats(rows, stats, Target{});
+    }
+  }
+
+  // Adds what the target holds to `stats`, if it does.
+  __device__ __forceinline__ Fold fold_into(const Target& target, RowStats& stats) const {
+    if (!target.fold()) return {};
+    RowStats before = load_stats(target.part());
+    const Fold fold(before, stats, params_.scale_log2);
+    stats = before;
+    return fold;
+  }
+
+  __device__ __forceinline__ RowStats load_stats(int part) const {
+    const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
+    return {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
+  }
+
+  __device__ __forceinline__ float4 load_output(int part, int fragment) const {
+    return __ldcg(params_.partial_outputs + (part * kFragments + fragment) * 32 + lane_);
+  }
+
   // kEach fragments at a time, and as many parts as keep 16 loads under way.
   template <int kEach>
   __device__ __forceinline__ void merge_parts_of(const CutUnit& cut, const RowTile& rows) const {
@@ -177,8 +281,7 @@ class Combiner {
           each[h].clear();
           if (i < count) {
             const int part = place + i * step + (i == 0 ? begins_here : 0);
-            const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
-            each[h] = {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
+            each[h] = load_stats(part);
           }
         }
 #pragma unroll 1
@@ -210,18 +313,24 @@ class Combiner {
           }
         }
       }
-      const Destination to = destination(rows, total.stats, kWhole);
+      const Destination to = destination(rows, total.stats, Target{});
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         if (done + k < own_fragments()) emit(to, first_fragment() + done + k, total.out[k]);
       }
-      if (token_lane_ == 0 && done == 0) emit_stats(rows, total.stats, kWhole);
+      if (token_lane_ == 0 && done == 0) emit_stats(rows, total.stats, Target{});
     }
   }
 
   // Where in scratch a block keeps its part of a cut unit: of one that begins there, or before.
   __device__ __forceinline__ int part_of(int block, bool begins_here) const {
     return (block * 2 + begins_here) * groups() + group();
+  }
+
+  // The same for a chunk of the unit that begins in a block.
+  __device__ __forceinline__ int chunk_part_of(int block, int chunk) const {
+    return (2 * static_cast<int>(gridDim.x) + block * params_.max_chunks + chunk) * groups() +
+           group();
   }
 
   // Merging is shared out by fragments: this warp's first and how many.
@@ -254,11 +363,11 @@ class Combiner {
   };
 
   __device__ __forceinline__ Destination destination(const RowTile& rows, const RowStats& stats,
-                                                     int part) const {
-    Destination to{part != kWhole, nullptr, nullptr, make_float2(0, 0)};
+                                                     const Target& target) const {
+    Destination to{!target.to_rows(), nullptr, nullptr, make_float2(0, 0)};
     if (to.is_part) {
       if (rows.exists(2 * (lane_ & 3))) {
-        to.scratch = params_.partial_outputs + part * kFragments * 32 + lane_;
+        to.scratch = params_.partial_outputs + target.part() * kFragments * 32 + lane_;
       }
       return to;
     }
@@ -322,10 +431,10 @@ class Combiner {
   }
 
   __device__ __forceinline__ void emit_stats(const RowTile& rows, const RowStats& stats,
-                                             int part) const {
+                                             const Target& target) const {
     if (lane_ >= 4) return;
-    if (part != kWhole) {
-      float2* to = params_.partial_states + (part * 4 + lane_) * 3;
+    if (!target.to_rows()) {
+      float2* to = params_.partial_states + (target.part() * 4 + lane_) * 3;
       __stcg(to, stats.max);
       __stcg(to + 1, stats.sum);
       __stcg(to + 2, stats.exact_sum);

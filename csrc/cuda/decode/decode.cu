@@ -19,17 +19,20 @@ namespace {
 struct ScratchLayout {
   size_t partial_states;
   size_t row_starts;
+  size_t prefix_chunks;
   size_t arrivals;
   size_t num_arrivals;
   size_t bytes;
 
   ScratchLayout(const DecodeParams& params, const DecodeConfig& config) {
     const auto groups = static_cast<size_t>(config.grid) * config.head_lanes * config.row_tiles;
-    const size_t parts = 2 * groups;
+    const size_t parts = (2 + static_cast<size_t>(config.max_chunks)) * groups;
     partial_states = parts * (config.head_dim / 16) * 32 * sizeof(float4);
     row_starts = partial_states + parts * 4 * 3 * sizeof(float2);
-    arrivals = row_starts + (params.cu_seqlens_q ? (params.batch_size + 1) * sizeof(int32_t) : 0);
+    prefix_chunks =
+        row_starts + (params.cu_seqlens_q ? (params.batch_size + 1) * sizeof(int32_t) : 0);
     num_arrivals = static_cast<size_t>(config.grid) * config.head_lanes;
+    arrivals = prefix_chunks + (config.max_chunks > 0 ? num_arrivals * sizeof(int32_t) : 0);
     bytes = arrivals + num_arrivals * sizeof(int32_t);
   }
 };
@@ -85,6 +88,7 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   device.partial_outputs = reinterpret_cast<float4*>(bytes);
   device.partial_states = reinterpret_cast<float2*>(bytes + layout.partial_states);
   device.row_starts = reinterpret_cast<int32_t*>(bytes + layout.row_starts);
+  device.prefix_chunks = reinterpret_cast<int32_t*>(bytes + layout.prefix_chunks);
   device.arrivals = reinterpret_cast<int32_t*>(bytes + layout.arrivals);
   device.num_arrivals = static_cast<int32_t>(layout.num_arrivals);
   device.group = static_cast<int32_t>(params.num_heads / params.num_kv_heads);
@@ -96,6 +100,7 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   device.token_lanes = config.token_lanes;
   while (1 << device.token_lanes_shift < config.token_lanes) ++device.token_lanes_shift;
   device.line_shift = config.line_shift;
+  device.max_chunks = config.max_chunks;
   device.unit_cost = config.unit_cost >> config.line_shift;
   device.by_head_groups = Divisor(device.head_groups);
   device.by_grid = Divisor(config.grid);

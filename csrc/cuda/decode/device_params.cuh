@@ -10,9 +10,11 @@ namespace paged_attn::cuda {
 struct DeviceParams {
   DecodeParams decode;
   // Scratch, in this order in one allocation. Groups: head_lanes by row tiles, a warp tile of rows.
-  float4* partial_outputs;  // [grid, 2, groups, head_dim / 16, 32 lanes]
-  float2* partial_states;   // [grid, 2, groups, 4 lanes, 3]
+  float4* partial_outputs;  // [parts, head_dim / 16, 32 lanes]; parts: [grid, 2, groups], and then
+                            // [grid, max_chunks, groups]
+  float2* partial_states;   // [parts, 4 lanes, 3]
   int32_t* row_starts;      // ragged: [B + 1]; sequence b owns rows row_starts[b] ... [b + 1] of q
+  int32_t* prefix_chunks;   // [grid, head_lanes]
   int32_t* arrivals;        // [grid, head_lanes]
   int32_t num_arrivals;
 
@@ -28,6 +30,7 @@ struct DeviceParams {
   int32_t min_steps;          // a block with fewer steps than this is not worth its merge
   int32_t line_shift;         // see schedule.cuh
   int32_t unit_cost;          // steps that a unit counts for besides its tiles
+  int32_t max_chunks;         // batch-invariant: a unit is cut into at most so many; else 0
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
   int32_t window;  // keys that a query sees, itself included; the greatest integer: all

@@ -36,6 +36,7 @@ struct DecodeConfig {
   int min_tiles;     // a block with fewer tiles than this is not worth its merge
   int unit_cost;     // tiles whose time a unit takes besides its own
   int line_shift;    // see schedule.cuh
+  int max_chunks;    // batch-invariant: a unit is cut into at most so many; else 0
   int shared_bytes;  // of ring buffers and what surrounds them
 
   int threads() const { return 32 * rings * row_tiles; }
@@ -96,7 +97,7 @@ constexpr int slot_bytes(int head_dim, int element_bytes, int cache_bytes, int r
 constexpr int shared_bytes(const KernelShape& shape) {
   return shape.rings * (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes,
                                                   shape.cache_bytes, shape.row_tiles) +
-                        shape.row_tiles * 96 + 128) +
+                        shape.row_tiles * 96 + 160) +
          32;
 }
 
@@ -134,7 +135,9 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
                   : (p.num_tokens + p.batch_size - 1) / std::max<int64_t>(p.batch_size, 1);
   }
   const int64_t rows = std::max<int64_t>(queries, 1) * group;
-  const int row_tiles = rows > kTileRows && element_bytes == 2 ? 2 : 1;
+  // Batch-invariant: nothing that changes a sequence's sums may depend on the others.
+  const int row_tiles =
+      (p.batch_invariant ? group : rows) > kTileRows && element_bytes == 2 ? 2 : 1;
   for (const KernelShape& shape : kKernelShapes) {
     const bool fits = shape.head_dim >= p.head_dim && shape.element_bytes == element_bytes &&
                       shape.cache_bytes == cache_bytes && shape.row_tiles == row_tiles;
@@ -152,6 +155,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   if (config.rings == 0) return config;
   config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads,
                                         p.head_dim * cache_bytes, limits.num_sms);
+  if (p.batch_invariant) config.head_lanes = 1;
   config.token_lanes = config.rings / config.head_lanes;
 
   // Where segments are fewer than blocks, equal ones are cut into equal whole parts.
@@ -165,6 +169,19 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   // A unit costs its queries, its end, where token lanes meet, and if it is cut a merge. Where
   // every unit is cut into several parts, what matters is that these are equal.
   config.unit_cost = segments * 2 >= config.grid ? std::min(2 + 2 * config.token_lanes, 8) : 0;
+
+  if (p.batch_invariant) {
+    // As many chunks as scratch has room for, so that one sequence's can fill the card.
+    constexpr int64_t kMostBytes = 48 << 20;
+    const int64_t part_bytes = config.row_tiles * (config.head_dim * 32 + 96);
+    config.grid = limits.num_sms;
+    config.unit_cost = 0;
+    config.max_chunks = 64;
+    while (config.max_chunks > 8 &&
+           limits.num_sms * (config.max_chunks + 2) * part_bytes > kMostBytes) {
+      config.max_chunks /= 2;
+    }
+  }
 
   // The longest that the line can be: every unit as long as the table is wide.
   const double units =

@@ -63,14 +63,13 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
   RowTile rows;
   typename Combine::State state;
   // Of the segment in work:
-  int lanes_used = 0;            // token lanes that have a part of it
-  int part = Combine::kWhole;    // where its result goes
-  bool is_new = false;           // its query is yet to be taken from the ring
-  int tile = 0, end_tile = 0;    // this warp's next tile of it, and past the last
-  int limit[2] = {};             // this lane's rows see keys before these
-  int first_full = 0, full = 0;  // they see all of so many tiles from here on
-  float factor = 0;              // of its scores
-  bool poisoned = false;         // the sequence has a block id outside the pool
+  int lanes_used = 0;          // token lanes that have a part of it
+  Target target;               // where its result goes
+  bool is_new = false;         // its query is yet to be taken from the ring
+  int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last
+  int limit[2] = {};           // this lane's rows see keys before these
+  float factor = 0;            // of its scores
+  bool poisoned = false;       // the sequence has a block id outside the pool
   // Of the ring:
   int slot = 0;              // the next tile's
   int free_slots = kStages;  // so many before it may be filled
@@ -98,7 +97,8 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
       float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
       s = make_float4(s.x * factor, s.y * factor, s.z * factor, s.w * factor);
       if (params.has_transforms) s = transform_scores(params, rows, limit, tile, s, lane);
-      const bool masked = static_cast<unsigned>(tile - first_full) >= static_cast<unsigned>(full);
+      const bool masked = tile >= min(limit[0], limit[1]) >> kTileShift ||
+                          tile << kTileShift < max(limit[0], limit[1]) - params.window;
       if (masked) {
         const int token = tile * kTileTokens + (lane >> 2);
         const auto sees = [&](int key, int row) {
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     if (poisoned) state.poison();
     poisoned = false;
     if (lanes_used > 0) {
-      combine.finish(state, rows, lanes_used, slot == 0 ? kStages - 1 : slot - 1, part);
+      combine.finish(state, rows, lanes_used, slot == 0 ? kStages - 1 : slot - 1, target);
     }
     free_slots = holds_slot;
     holds_slot = false;
@@ -150,12 +150,9 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     if (rows.kv_head >= params.decode.num_kv_heads) lanes_used = end_tile = 0;  // a spare lane
     limit[0] = max(rows.limit(params, segment.sequence, 2 * (lane & 3)), 0);
     limit[1] = max(rows.limit(params, segment.sequence, 2 * (lane & 3) + 1), 0);
-    first_full = (max(max(limit[0], limit[1]) - params.window, 0) + kTileTokens - 1) >> kTileShift;
-    full = max((min(limit[0], limit[1]) >> kTileShift) - first_full, 0);
     factor = score_factor(params, rows.kv_head);
     state.clear();
-    part = segment.is_whole() || lanes_used == 0 ? Combine::kWhole
-                                                 : combine.begin_part(share, segment);
+    target = segment.is_whole() || lanes_used == 0 ? Target{} : combine.begin_part(share, segment);
   }
 
   wait_copies<0>();

@@ -44,6 +44,15 @@ __device__ __forceinline__ int steps_of(const DeviceParams& params, const Sequen
              : params.unit_cost + ((tiles + (1 << params.line_shift) - 1) >> params.line_shift);
 }
 
+// Batch-invariant: units are cut at multiples of so many tiles only, which depends on nothing but
+// the sequence itself, and sums of a chunk's tiles are never split.
+__device__ __forceinline__ int chunk_tiles_of(const DeviceParams& params,
+                                              const Sequence& sequence) {
+  constexpr int kFewest = 32;
+  const int tiles = max((tiles_of(sequence) + params.max_chunks - 1) / params.max_chunks, kFewest);
+  return (tiles + params.token_lanes - 1) & -params.token_lanes;
+}
+
 template <int kRowsAPass>
 __device__ __forceinline__ int passes_of(const DeviceParams& params, const Sequence& sequence) {
   const uint32_t rows = static_cast<uint32_t>(sequence.query_len) * params.group;
@@ -121,7 +130,7 @@ __device__ __forceinline__ Share find_share(const DeviceParams& params,
   return found;
 }
 
-// What a share holds of one unit.
+// What a share holds of one unit or, batch-invariant, of one chunk of it.
 struct Segment {
   int batch;
   Sequence sequence;
@@ -129,6 +138,8 @@ struct Segment {
   int head_group;
   int first;  // tiles [first, end) of the sequence
   int end;
+  int unit_first;  // what the share holds of the unit: tiles [unit_first, unit_end)
+  int unit_end;
   int unit_begin;  // the unit's first step in the line that is a tile
   int unit_last;   // and its last
 
@@ -163,6 +174,12 @@ class SegmentCursor {
 
   // To the next segment; false past the last.
   __device__ __forceinline__ bool advance(const DeviceParams& params) {
+    if (segment_.end < segment_.unit_end) {
+      segment_.first = segment_.end;
+      segment_.end =
+          min(segment_.first + chunk_tiles_of(params, segment_.sequence), segment_.unit_end);
+      return true;
+    }
     do {
       if (position_ == end_) return false;
       if (pass_ == passes_) enter_sequence(params);
@@ -178,6 +195,9 @@ class SegmentCursor {
       segment_.end =
           min(first_tile + (max(position_ - segment_.unit_begin, 0) << params.line_shift),
               end_tile_of(segment_.sequence));
+      segment_.unit_first = segment_.first;
+      segment_.unit_end = segment_.end;
+      if (params.max_chunks > 0) enter_chunks(params);
       if (++head_group_ == params.head_groups) {
         head_group_ = 0;
         ++pass_;
@@ -188,6 +208,20 @@ class SegmentCursor {
   }
 
  private:
+  // From what the share holds of a unit to whole chunks, and the first of them.
+  __device__ __forceinline__ void enter_chunks(const DeviceParams& params) {
+    const int first_tile = first_tile_of(segment_.sequence);
+    const int chunk = chunk_tiles_of(params, segment_.sequence);
+    const auto round_down = [&](int tile) {
+      return tile - static_cast<int>(static_cast<unsigned>(tile - first_tile) % chunk);
+    };
+    segment_.unit_first = segment_.first = round_down(segment_.first);
+    if (segment_.end < end_tile_of(segment_.sequence)) {
+      segment_.unit_end = round_down(segment_.end);
+    }
+    segment_.end = min(segment_.first + chunk, segment_.unit_end);
+  }
+
   // Finds the next sequence that has tiles. There is one, for steps are left.
   __device__ __forceinline__ void enter_sequence(const DeviceParams& params) {
 #pragma unroll 1

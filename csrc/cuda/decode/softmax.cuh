@@ -90,6 +90,37 @@ struct RowStats {
   }
 };
 
+// Adds sums of further keys to sums so far: both are multiplied by powers of 2 that bring them to
+// the greater of their references. The order of such steps decides the last bits, so the
+// instructions are spelled out.
+struct Fold {
+  float2 keep;
+  float2 take;
+
+  Fold() = default;
+  __device__ __forceinline__ Fold(RowStats& stats, const RowStats& more, float scale) {
+    const float2 max = larger(stats.max, more.max);
+    keep = weight_of_difference(stats.max, max, scale);
+    take = weight_of_difference(more.max, max, scale);
+    stats.max = max;
+    stats.sum = make_float2(step(stats.sum.x, more.sum.x, keep.x, take.x),
+                            step(stats.sum.y, more.sum.y, keep.y, take.y));
+    stats.exact_sum = make_float2(step(stats.exact_sum.x, more.exact_sum.x, keep.x, take.x),
+                                  step(stats.exact_sum.y, more.exact_sum.y, keep.y, take.y));
+  }
+
+  __device__ __forceinline__ float4 operator()(float4 total, float4 more) const {
+    return make_float4(step(total.x, more.x, keep.x, take.x), step(total.y, more.y, keep.y, take.y),
+                       step(total.z, more.z, keep.x, take.x),
+                       step(total.w, more.w, keep.y, take.y));
+  }
+
+ private:
+  static __device__ __forceinline__ float step(float total, float more, float keep, float take) {
+    return __fmaf_rn(take, more, __fmul_rn(keep, total));
+  }
+};
+
 template <int kFragments>
 struct RowState {
   float4 out[kFragments];  // sum of the weights times V
