@@ -17,6 +17,16 @@ SHARED_KB = [99, 163, 227]  # what blocks may have on compute capability 8.9 and
 BATCHES = [0, 1, 2, 7, 32, 64, 300, 70000]
 HEADS = [(1, 1), (8, 1), (71, 1), (9, 3), (10, 5), (32, 8), (64, 8), (32, 32), (24, 12)]
 HEAD_DIMS = [8, 64, 72, 128, 136, 256]
+# Bytes of an element of q and of the cache.
+DTYPES = {
+    "fp16": (2, 2),
+    "bf16": (2, 2),
+    "fp32": (4, 4),
+    "fp16_e4m3": (2, 1),
+    "fp16_e5m2": (2, 1),
+    "bf16_e4m3": (2, 1),
+    "bf16_e5m2": (2, 1),
+}
 
 
 class Config(NamedTuple):
@@ -30,6 +40,7 @@ class Config(NamedTuple):
     min_tiles: int
     unit_cost: int
     line_shift: int
+    max_chunks: int
     shared_bytes: int
 
 
@@ -42,6 +53,8 @@ def choose(
     ragged_tokens: int | None = None,
     max_query_len: int = 0,
     element_bytes: int = 2,
+    cache_bytes: int | None = None,
+    batch_invariant: bool = False,
     table_tokens: int = 4096,
     num_sms: int = 132,
     shared_kb: int = 227,
@@ -51,6 +64,8 @@ def choose(
     return Config(
         *torch.ops.paged_attn._decode_config(
             element_bytes,
+            element_bytes if cache_bytes is None else cache_bytes,
+            batch_invariant,
             batch,
             0 if ragged else query_len,
             ragged_tokens if ragged else batch * query_len,
@@ -65,11 +80,14 @@ def choose(
 
 
 @pytest.mark.parametrize("shared_kb", SHARED_KB)
-@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_what_is_chosen_can_be_launched(head_dim: int, element_bytes: int, shared_kb: int) -> None:
+def test_what_is_chosen_can_be_launched(
+    head_dim: int, dtype: str, batch_invariant: bool, shared_kb: int
+) -> None:
     names = {path.stem for path in INSTANTIATIONS.glob("*.cu")}
-    dtypes = {2: ["fp16", "bf16"], 4: ["fp32"]}[element_bytes]
+    element_bytes, cache_bytes = DTYPES[dtype]
     for batch, heads, query_len in itertools.product(BATCHES, HEADS, [1, 2, 9]):
         config = choose(
             batch,
@@ -77,21 +95,22 @@ def test_what_is_chosen_can_be_launched(head_dim: int, element_bytes: int, share
             head_dim,
             query_len=query_len,
             element_bytes=element_bytes,
+            cache_bytes=cache_bytes,
+            batch_invariant=batch_invariant,
             shared_kb=shared_kb,
         )
         assert config.head_dim >= head_dim
         assert config.head_dim // 2 < max(head_dim, 64)
         rows = 8 * config.row_tiles
         shape = f"d{config.head_dim}_rings{config.rings}_rows{rows}_stages{config.stages}"
-        assert {f"{dtype}_{shape}" for dtype in dtypes} <= names
+        assert f"{dtype}_{shape}" in names
         # Beside what the launch asks for the kernel keeps 16 bytes a thread, and some.
         threads = 32 * config.rings * config.row_tiles
         assert config.shared_bytes + 16 * threads + 256 <= shared_kb * 1024
         assert config.head_lanes * config.token_lanes == config.rings
         assert config.token_lanes & (config.token_lanes - 1) == 0
-        # Named barriers: one a head lane from 1 on, one a ring from 9 on, 16 in all.
-        assert config.head_lanes <= 8
-        assert config.row_tiles == 1 or config.rings <= 7
+        # Named barriers: one a ring from 1 on, 16 in all.
+        assert config.row_tiles == 1 or config.rings <= 15
         assert 1 <= config.grid <= 132
         assert config.min_tiles >= 1
 
@@ -143,6 +162,26 @@ def test_rows_beyond_a_tile_share_the_ring() -> None:
     assert choose(heads=(8, 1)).row_tiles == 1
     assert choose(heads=(9, 1)).row_tiles == 2
     assert choose(heads=(4, 1), query_len=3).row_tiles == 2
+
+
+def test_what_decides_a_sequences_bits_does_not_depend_on_the_batch() -> None:
+    """Where batch_invariant is asked for; the grid and the line's steps decide only who computes."""
+    for heads, head_dim, cache_bytes in itertools.product(HEADS, HEAD_DIMS, [1, 2]):
+        chosen = {
+            choose(
+                batch,
+                heads,
+                head_dim,
+                query_len=query_len,
+                cache_bytes=cache_bytes,
+                batch_invariant=True,
+                table_tokens=table_tokens,
+            )._replace(line_shift=0)
+            for batch in BATCHES
+            for query_len in [1, 2, 9]
+            for table_tokens in [100, 2**20]
+        }
+        assert len(chosen) == 1
 
 
 def test_ragged_rows_are_guessed_from_what_is_known() -> None:

@@ -26,14 +26,16 @@ std::string cpu_isa() { return cpu::isa_name(); }
 
 // What heuristics.h chooses for CUDA, for tests on machines without a GPU: DecodeConfig's fields in
 // their order. A query_len of 0 stands for ragged queries.
-std::vector<int64_t> decode_config(int64_t element_bytes, int64_t batch_size, int64_t query_len,
-                                   int64_t num_tokens, int64_t max_query_len, int64_t num_heads,
-                                   int64_t num_kv_heads, int64_t head_dim, int64_t table_tokens,
-                                   int64_t num_sms, int64_t shared_memory) {
+std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, bool batch_invariant,
+                                   int64_t batch_size, int64_t query_len, int64_t num_tokens,
+                                   int64_t max_query_len, int64_t num_heads, int64_t num_kv_heads,
+                                   int64_t head_dim, int64_t table_tokens, int64_t num_sms,
+                                   int64_t shared_memory) {
   const int32_t any = 0;
   DecodeParams params{};
   params.dtype = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
-  params.cache_dtype = params.dtype;
+  params.cache_dtype = cache_bytes == 1 ? DType::kFloat8E4M3 : params.dtype;
+  params.batch_invariant = batch_invariant;
   params.cu_seqlens_q = query_len == 0 ? &any : nullptr;
   params.batch_size = batch_size;
   params.query_len = query_len;
@@ -46,8 +48,8 @@ std::vector<int64_t> decode_config(int64_t element_bytes, int64_t batch_size, in
   params.max_blocks = table_tokens;
   const cuda::DecodeConfig c = cuda::choose_decode_config(
       params, {static_cast<int>(num_sms), static_cast<int>(shared_memory), true});
-  return {c.head_dim, c.rings,     c.row_tiles, c.stages,     c.head_lanes,  c.token_lanes,
-          c.grid,     c.min_tiles, c.unit_cost, c.line_shift, c.shared_bytes};
+  return {c.head_dim, c.rings,     c.row_tiles, c.stages,     c.head_lanes, c.token_lanes,
+          c.grid,     c.min_tiles, c.unit_cost, c.line_shift, c.max_chunks, c.shared_bytes};
 }
 
 }  // namespace
