@@ -21,6 +21,25 @@ inline Vec load(const BFloat16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+// fp8 takes the way over half, of which float8_e5m2 is the upper byte.
+inline Vec widen_e5m2(__m128i bytes) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+}
+inline Vec widen_e4m3(__m128i bytes) {
+  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN.
+  const __m256i magnitude = _mm256_set1_epi16(0x3f80);
+  const __m256i sign_and_magnitude = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  const __m256i upper = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+  const __m256i bits = _mm256_and_si256(_mm256_srai_epi16(upper, 1), sign_and_magnitude);
+  const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(bits, magnitude), magnitude);
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(bits, is_nan)), _mm512_set1_ps(256.0f));
+}
+inline Vec load(const Float8E5M2* p) {
+  return widen_e5m2(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vec load(const Float8E4M3* p) {
+  return widen_e4m3(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 
 // The last eight elements of a head dim that is an odd multiple of eight; zeros above.
@@ -32,6 +51,12 @@ inline Vec load_low8(const Half* p) {
 inline Vec load_low8(const BFloat16* p) {
   const __m256i bits = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline Vec load_low8(const Float8E5M2* p) {
+  return widen_e5m2(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vec load_low8(const Float8E4M3* p) {
+  return widen_e4m3(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }

@@ -9,6 +9,7 @@ namespace {
 using Vec = float __attribute__((vector_size(16)));
 using IntVec = int32_t __attribute__((vector_size(16)));
 using ShortVec = uint16_t __attribute__((vector_size(8)));
+using ByteVec = uint8_t __attribute__((vector_size(4)));
 constexpr int kWidth = 4;
 
 // Rows times tokens of logits, and rows times vectors of output, that are accumulated at once.
@@ -26,8 +27,9 @@ inline IntVec as_int(Vec x) {
   std::memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
+template <typename Elements>
 inline IntVec load_bits(const void* p) {
-  ShortVec bits;
+  Elements bits;
   std::memcpy(&bits, p, sizeof(bits));
   return __builtin_convertvector(bits, IntVec);
 }
@@ -37,8 +39,7 @@ inline Vec load(const float* p) {
   std::memcpy(&x, p, sizeof(x));
   return x;
 }
-inline Vec load(const Half* p) {
-  const IntVec bits = load_bits(p);
+inline Vec half_from_bits(IntVec bits) {
   const IntVec sign = (bits & 0x8000) << 16;
   const IntVec magnitude = bits & 0x7fff;
   const IntVec normal = (magnitude << 13) + ((127 - 15) << 23);
@@ -51,7 +52,17 @@ inline Vec load(const Half* p) {
   return as_float(sign | (is_subnormal & subnormal) | (is_special & special) |
                   (~(is_subnormal | is_special) & normal));
 }
-inline Vec load(const BFloat16* p) { return as_float(load_bits(p) << 16); }
+inline Vec load(const Half* p) { return half_from_bits(load_bits<ShortVec>(p)); }
+inline Vec load(const BFloat16* p) { return as_float(load_bits<ShortVec>(p) << 16); }
+// fp8 takes the way over half, of which float8_e5m2 is the upper byte.
+inline Vec load(const Float8E5M2* p) { return half_from_bits(load_bits<ByteVec>(p) << 8); }
+inline Vec load(const Float8E4M3* p) {
+  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN.
+  const IntVec bits = load_bits<ByteVec>(p);
+  const IntVec magnitude = bits & 0x7f;
+  const IntVec nan = (magnitude == 0x7f) & 0x7e00;
+  return half_from_bits((bits & 0x80) << 8 | magnitude << 7 | nan) * broadcast(256.0f);
+}
 inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof(x)); }
 
 inline Vec add(Vec a, Vec b) { return a + b; }
