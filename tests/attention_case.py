@@ -15,6 +15,35 @@ Q_LAYOUTS = ("contiguous", "qkv", "heads_first")
 RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 71)  # query heads a KV head
 BLOCK_SIZES = (1, 2, 3, 8, 16, 32, 64, 128, 256, 544)
 SCALE_SHAPES = ("[]", "[1]", "[G]")
+# Arguments of `build`: each of decode's options alone, and all together.
+OPTION_SETS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "noncausal": {"causal": False},
+    "window": {"window": 37},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": torch.float32},
+    "scales": {"k_scale": "[G]", "v_scale": "[1]"},
+    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
+    "e5m2": {"cache_dtype": torch.float8_e5m2},
+    "all": {
+        "window": 37,
+        "softcap": 2.0,
+        "alibi": True,
+        "sinks": torch.float32,
+        "k_scale": "[]",
+        "v_scale": "[G]",
+        "cache_dtype": torch.float8_e4m3fn,
+    },
+    "all_noncausal": {
+        "causal": False,
+        "softcap": 2.0,
+        "sinks": torch.float32,
+        "k_scale": "[G]",
+        "v_scale": "[]",
+        "cache_dtype": torch.float8_e5m2,
+    },
+}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -147,7 +176,7 @@ def pools(
     def new(*shape: int) -> Tensor:
         if fill is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        return torch.full(shape, fill, dtype=dtype, device=device)
+        return torch.full(shape, fill, device=device).to(dtype)
 
     if layout == "NHD":
         return new(n, s, g, d), new(n, s, g, d)
@@ -190,6 +219,14 @@ def queries(
         raise ValueError(layout)
     q.copy_(values)
     return q
+
+
+def option_set(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of one of `OPTION_SETS`; with q in fp32 without fp8."""
+    options = dict(OPTION_SETS[name])
+    if dtype == torch.float32:
+        options.pop("cache_dtype", None)
+    return options
 
 
 def ceil_div(a: int, b: int) -> int:

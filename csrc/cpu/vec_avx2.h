@@ -51,6 +51,10 @@ inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), y);
 }
+// a where x < limit, else b.
+inline Vec where_less(Vec x, Vec limit, Vec a, Vec b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
+}
 // 2^n, where n is an integer in [-126, 127] held in the low bits of x's mantissa.
 inline Vec exponent_from_mantissa(Vec x) {
   const __m256i n = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(127));

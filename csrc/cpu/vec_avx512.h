@@ -68,6 +68,10 @@ inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), y);
 }
+// a where x < limit, else b.
+inline Vec where_less(Vec x, Vec limit, Vec a, Vec b) {
+  return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), a);
+}
 // 2^n, where n is an integer in [-126, 127] held in the low bits of x's mantissa.
 inline Vec exponent_from_mantissa(Vec x) {
   const __m512i n = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(127));

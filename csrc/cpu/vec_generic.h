@@ -75,6 +75,8 @@ inline Vec select(IntVec mask, Vec a, Vec b) {
 // b where either is NaN.
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec zero_where_less(Vec x, Vec limit, Vec y) { return as_float(~(x < limit) & as_int(y)); }
+// a where x < limit, else b.
+inline Vec where_less(Vec x, Vec limit, Vec a, Vec b) { return select(x < limit, a, b); }
 // 2^n, where n is an integer in [-126, 127] held in the low bits of x's mantissa.
 inline Vec exponent_from_mantissa(Vec x) {
   // Unsigned: the bits above the exponent are shifted out.
