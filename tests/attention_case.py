@@ -245,9 +245,10 @@ def alibi_slopes(draw: Draw, num_heads: int) -> Tensor:
 
 
 def cache_scale(draw: Draw, shape: str, num_kv_heads: int) -> Tensor:
-    """Of either sign, in one of `SCALE_SHAPES`."""
+    """In one of `SCALE_SHAPES`: of either sign, from 0.1 to 1, so that scores stay what fp32 sums."""
     size = {"[]": (), "[1]": (1,), "[G]": (num_kv_heads,)}[shape]
-    return 0.2 + draw.normal(*size).abs() * torch.sign(draw.normal(*size))
+    sizes = 0.1 + 0.9 * torch.sigmoid(draw.normal(*size))
+    return torch.where(draw.normal(*size) < 0, -sizes, sizes)
 
 
 def build(
