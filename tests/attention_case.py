@@ -245,7 +245,7 @@ def alibi_slopes(draw: Draw, num_heads: int) -> Tensor:
 
 
 def cache_scale(draw: Draw, shape: str, num_kv_heads: int) -> Tensor:
-    """In one of `SCALE_SHAPES`: of either sign, from 0.1 to 1, so that scores stay what fp32 sums."""
+    """In one of `SCALE_SHAPES`: of either sign, 0.1 to 1 in size, so that fp32 can sum scores."""
     size = {"[]": (), "[1]": (1,), "[G]": (num_kv_heads,)}[shape]
     sizes = 0.1 + 0.9 * torch.sigmoid(draw.normal(*size))
     return torch.where(draw.normal(*size) < 0, -sizes, sizes)
