@@ -243,6 +243,16 @@ def test_extreme_sinks(draw: Draw, device: str, dtype: torch.dtype) -> None:
     assert bool((lse == sinks[0].float()).all())
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_every_kind_of_16_bit_sink(draw: Draw, device: str, dtype: torch.dtype) -> None:
+    """Subnormal, infinite and NaN ones too come out where there is nothing beside them."""
+    case = build(draw, [0], num_heads=8192, num_kv_heads=512, head_dim=8, dtype=dtype)
+    patterns = torch.arange(-(2**15), 2**15, 8, device=device) + draw.rng.randrange(8)
+    sinks = patterns.to(torch.int16).view(dtype)
+    _, lse = case.decode_with_lse(sinks=sinks)
+    assert_same_bits(lse[0], sinks.float())
+
+
 @pytest.mark.parametrize("query_len", [None, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_keys_have_their_sink(

@@ -167,9 +167,8 @@ struct TileReader {
   }
 };
 
-// Turns a row's products of q and k, those of the tile's keys that begin at `begin`, into its
-// logits: what else the call has beside scale, which is left to update_softmax where this returns
-// it.
+// Applies the call's options to a row's q . k of the tile that begins at key `begin`, of which the
+// row sees `seen`. Returns the factor that is left for update_softmax: scale where there are none.
 inline float finish_logits(const Piece& piece, int64_t g, int64_t row, int64_t begin,
                            const KeyRange& seen, float* logits) {
   const DecodeParams& params = *piece.params;

@@ -26,13 +26,14 @@ inline Vec widen_e5m2(__m128i bytes) {
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
 }
 inline Vec widen_e4m3(__m128i bytes) {
-  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN.
-  const __m256i magnitude = _mm256_set1_epi16(0x3f80);
+  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN: one
+  // more would carry into the bit that half has more.
   const __m256i sign_and_magnitude = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
-  const __m256i upper = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
-  const __m256i bits = _mm256_and_si256(_mm256_srai_epi16(upper, 1), sign_and_magnitude);
-  const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(bits, magnitude), magnitude);
-  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(bits, is_nan)), _mm512_set1_ps(256.0f));
+  const __m256i bits =
+      _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), sign_and_magnitude);
+  const __m256i carry =
+      _mm256_and_si256(_mm256_add_epi16(bits, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(bits, carry)), _mm512_set1_ps(256.0f));
 }
 inline Vec load(const Float8E5M2* p) {
   return widen_e5m2(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

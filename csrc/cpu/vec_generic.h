@@ -57,11 +57,11 @@ inline Vec load(const BFloat16* p) { return as_float(load_bits<ShortVec>(p) << 1
 // fp8 takes the way over half, of which float8_e5m2 is the upper byte.
 inline Vec load(const Float8E5M2* p) { return half_from_bits(load_bits<ByteVec>(p) << 8); }
 inline Vec load(const Float8E4M3* p) {
-  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN.
-  const IntVec bits = load_bits<ByteVec>(p);
-  const IntVec magnitude = bits & 0x7f;
-  const IntVec nan = (magnitude == 0x7f) & 0x7e00;
-  return half_from_bits((bits & 0x80) << 8 | magnitude << 7 | nan) * broadcast(256.0f);
+  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN: one
+  // more would carry into the bit that half has more.
+  const IntVec bytes = load_bits<ByteVec>(p);
+  const IntVec bits = (bytes & 0x80) << 8 | (bytes & 0x7f) << 7;
+  return half_from_bits(bits | ((bits + 0x80) & 0x4000)) * broadcast(256.0f);
 }
 inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof(x)); }
 
