@@ -44,7 +44,8 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
         "cache_dtype": torch.float8_e5m2,
     },
 }
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF_DTYPES, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

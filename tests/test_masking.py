@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate, assert_same_bits
-from attention_case import DTYPES, LAYOUTS, OPTION_SETS, Draw, build, option_set
+from attention_case import DTYPES, LAYOUTS, OPTION_SETS, Draw, build, option_set, write
 
 POISONS = (float("nan"), float("inf"), float("-inf"), 6e4)
 LENS = [0, 1, 15, 16, 17, 40, 3]
@@ -127,6 +127,24 @@ def test_visible_nan(draw: Draw, device: str, dtype: torch.dtype, spoilt: str) -
         blocks, offsets = case.live_slots(b)
         at = draw.rng.randrange(len(blocks))
         getattr(case, spoilt)[blocks[at], offsets[at], :, draw.rng.randrange(64)] = float("nan")
+    out, lse = case.decode_with_lse()
+    if spoilt == "k_cache":
+        assert bool(out.isnan().all())
+        assert bool(lse.isnan().all())
+    else:
+        assert bool((out.isnan().sum(-1) == 1).all())
+        assert not bool(lse.isnan().any())
+
+
+@pytest.mark.parametrize("spoilt", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("name", OPTION_SETS)
+def test_visible_nan_under_options(draw: Draw, device: str, name: str, spoilt: str) -> None:
+    dtype = draw.rng.choice(DTYPES)
+    case = build(draw, [40, 17, 600], num_heads=6, dtype=dtype, **option_set(name, dtype))
+    for b in range(3):
+        blocks, offsets = case.live_slots(b)
+        at, column = draw.rng.randrange(len(blocks)), draw.rng.randrange(64)
+        write(getattr(case, spoilt)[..., column], (blocks[at], offsets[at]), float("nan"))
     out, lse = case.decode_with_lse()
     if spoilt == "k_cache":
         assert bool(out.isnan().all())

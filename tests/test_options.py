@@ -11,6 +11,7 @@ from accuracy import assert_accurate, assert_lse, assert_same_bits
 from attention_case import (
     DTYPES,
     FP8_DTYPES,
+    HALF_DTYPES,
     OPTION_SETS,
     SCALE_SHAPES,
     Case,
@@ -22,7 +23,6 @@ from attention_case import (
 
 from paged_attn import reference
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 LENS = [1, 2, 5, 16, 17, 100, 333, 0]
 # The first is split among processors where it is nearly alone.
 LONG_LENS = [[20000], [3000, 5, 1500]]
@@ -121,6 +121,26 @@ def test_split_contexts(
         draw, lens, query_len=query_len, num_heads=5, num_kv_heads=1, dtype=dtype, **arguments
     )
     assert_accurate(case, *case.decode_with_lse())
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "alibi", "sinks", "all", "all_noncausal"])
+@pytest.mark.parametrize("scale", [0.0, -0.25, -1.0, 1e-30])
+def test_scale_beside_options(draw: Draw, device: str, scale: float, name: str) -> None:
+    """Hidden keys stay hidden whatever the factor of their scores."""
+    case = build(
+        draw, [1, 30, 129, 700], query_len=5, num_heads=10, scale=scale, **OPTION_SETS[name]
+    )
+    assert_accurate(case, *case.decode_with_lse())
+
+
+@pytest.mark.parametrize("name", ["window", "all"])
+def test_window_at_the_end_of_a_million_tokens(draw: Draw, device: str, name: str) -> None:
+    """Only what is visible is there; distances stay exact."""
+    for query_len in (None, 3):
+        lens = [1000000, 999999, 17, 524288]
+        case = build(draw, lens, query_len=query_len, num_heads=10, **OPTION_SETS[name])
+        assert case.k_cache.shape[0] < 40
+        assert_accurate(case, *case.decode_with_lse())
 
 
 @pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1.0, 30.0, 1e4, 3e38])
@@ -325,64 +345,3 @@ def test_scales_are_of_the_kv_head(draw: Draw, device: str, which: str) -> None:
     assert bool(out[:, 5:10].isnan().all())
     assert_same_bits(out[:, :5], expected[:, :5])
     assert_same_bits(out[:, 10:], expected[:, 10:])
-
-
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
-@pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 40, 128])
-def test_every_fp8_value(
-    draw: Draw, device: str, head_dim: int, cache_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
-    """All 256 bytes, NaN, infinities, subnormals and the largest among them, as V and as K."""
-    case = build(
-        draw, [1] * 256, num_kv_heads=1, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype
-    )
-    blocks, offsets = case.all_live_slots()
-    every = torch.arange(256, dtype=torch.uint8, device=device)
-    case.v_cache.view(torch.uint8)[blocks, offsets] = every[:, None, None]
-    write(case.k_cache, (blocks, offsets), 1.0)
-    values = every.view(cache_dtype).float()
-    out = case.decode()
-    expected = values.to(dtype)[:, None, None].expand_as(out)
-    assert_same_bits(out + 0, expected + 0)  # either zero
-
-    case.k_cache.view(torch.uint8)[blocks, offsets] = 0
-    column = draw.rng.randrange(head_dim)
-    case.k_cache.view(torch.uint8)[blocks, offsets, :, column] = every[:, None]
-    write(case.v_cache, (blocks, offsets), 1.0)
-    _, lse = case.decode_with_lse(scale=1.0)
-    keys = case.q[..., column].double() * values.double()[:, None]
-    finite = values.isfinite()
-    assert_lse(lse[finite], keys[finite])
-    assert bool(lse[values.isnan()].isnan().all())
-
-
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
-@pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_fp8_of_every_head_dim(
-    draw: Draw, device: str, head_dim: int, cache_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
-    case = build(
-        draw,
-        [40, 17],
-        num_heads=10,
-        head_dim=head_dim,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        k_scale="[G]",
-        v_scale="[G]",
-    )
-    assert_accurate(case, *case.decode_with_lse())
-
-
-@pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
-def test_largest_fp8_values(draw: Draw, device: str, cache_dtype: torch.dtype) -> None:
-    """What saturated writes leave behind: sums of them neither overflow nor lose digits."""
-    case = build(draw, [1, 50, 700], num_heads=10, cache_dtype=cache_dtype, v_scale="[G]")
-    slots = case.all_live_slots()
-    largest = torch.finfo(cache_dtype).max
-    shape = (len(slots[0]), 2, 64)
-    write(case.v_cache, slots, largest * (draw.integers(0, 1, *shape, dtype=torch.float32) * 2 - 1))
-    case.options["v_scale"] = torch.tensor([1.0, 0.25], device=device)
-    assert_accurate(case, *case.decode_with_lse())
