@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from attention_case import Case, ceil_div
+from attention_case import Case, read
 from torch import Tensor
 
 from paged_attn import reference
@@ -34,9 +35,9 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def plain_pytorch(case: Case) -> Tensor:
     """Gather, then softmax, as one writes it in PyTorch: the storage dtype, a softmax in fp32."""
+    options = case.options
     num_heads, head_dim = case.q.shape[-2:]
-    scale = case.options.get("scale")
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scale = options.get("scale", 1.0 / math.sqrt(head_dim))
     num_kv_heads = case.k_cache.shape[2]
     group = num_heads // num_kv_heads
     out = torch.zeros_like(case.q, memory_format=torch.contiguous_format)
@@ -46,25 +47,49 @@ def plain_pytorch(case: Case) -> Tensor:
         context_len = int(case.context_lens[b])
         if context_len <= 0 or q.shape[0] == 0:
             continue
-        blocks = case.block_tables[b, : ceil_div(context_len, case.k_cache.shape[1])].long()
-        keys = case.k_cache[blocks].flatten(0, 1)[:context_len]
-        values = case.v_cache[blocks].flatten(0, 1)[:context_len]
-        grouped = q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = (grouped @ keys.permute(1, 2, 0)) * scale
-        position = torch.arange(q.shape[0], device=q.device) + context_len - q.shape[0]
-        hidden = torch.arange(context_len, device=q.device) > position[:, None]
-        scores = scores.masked_fill(hidden.repeat(group, 1), -math.inf)
-        weights = scores.float().softmax(-1).to(q.dtype)
-        rows = (weights @ values.transpose(0, 1)).unflatten(1, (group, -1))
-        rows = rows.permute(2, 0, 1, 3).flatten(1, 2)
-        rows[position < 0] = 0
+        slots = case.live_slots(b)
+        keys = dequantised(case.k_cache, slots, options.get("k_scale"), q.dtype)
+        values = dequantised(case.v_cache, slots, options.get("v_scale"), q.dtype)
+        grouped = q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+        scores = (grouped.flatten(1, 2) @ keys.permute(1, 2, 0)) * scale
+        scores = scores.unflatten(1, (group, -1)).flatten(0, 1)  # [H, queries, keys]
+        if (softcap := options.get("softcap", 0.0)) > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(q.shape[0], device=q.device)[:, None] + context_len - q.shape[0]
+        key = torch.arange(context_len - keys.shape[0], context_len, device=q.device)
+        scores = scores.float()
+        if (slopes := options.get("alibi_slopes")) is not None:
+            scores = scores + slopes[:, None, None] * (key - position)
+        if options.get("causal", True):
+            scores = scores.masked_fill(key > position, -math.inf)
+        if (window := options.get("window", -1)) > 0:
+            scores = scores.masked_fill(key <= position - window, -math.inf)
+        if (sinks := options.get("sinks")) is not None:
+            sink = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[0]].to(q.dtype)
+        weights = weights.unflatten(0, (num_kv_heads, group)).flatten(1, 2)
+        rows = (weights @ values.transpose(0, 1)).unflatten(1, (group, -1)).permute(2, 0, 1, 3)
+        rows = rows.flatten(1, 2)
+        if options.get("causal", True):
+            rows[position[:, 0] < 0] = 0
         out[select] = rows.reshape(out[select].shape)
     return out
 
 
+def dequantised(cache: Tensor, slots: Any, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """K or V at some slots, [tokens, G, D], in q's dtype."""
+    stored = read(cache, slots)
+    if scale is None:
+        return stored.to(dtype)
+    return (stored.float() * scale.reshape(-1, 1)).to(dtype)
+
+
 def largest_value(case: Case) -> float:
     """Largest |V| that a query may see."""
-    values = case.v_cache[case.all_live_slots()]
+    values = dequantised(
+        case.v_cache, case.all_live_slots(), case.options.get("v_scale"), torch.float32
+    )
     return float(values.abs().max()) if values.numel() else 0.0
 
 

@@ -12,7 +12,41 @@ from torch import Tensor
 
 LAYOUTS = ("NHD", "HND", "mixed", "interleaved", "packed", "layers", "gaps")
 Q_LAYOUTS = ("contiguous", "qkv", "heads_first")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 71)  # query heads a KV head
+BLOCK_SIZES = (1, 2, 3, 8, 16, 32, 64, 128, 256, 544)
+SCALE_SHAPES = ("[]", "[1]", "[G]")
+# Arguments of `build`: each of decode's options alone, and all together.
+OPTION_SETS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "noncausal": {"causal": False},
+    "window": {"window": 37},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": torch.float32},
+    "scales": {"k_scale": "[G]", "v_scale": "[1]"},
+    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
+    "e5m2": {"cache_dtype": torch.float8_e5m2},
+    "all": {
+        "window": 37,
+        "softcap": 2.0,
+        "alibi": True,
+        "sinks": torch.float32,
+        "k_scale": "[]",
+        "v_scale": "[G]",
+        "cache_dtype": torch.float8_e4m3fn,
+    },
+    "all_noncausal": {
+        "causal": False,
+        "softcap": 2.0,
+        "sinks": torch.float32,
+        "k_scale": "[G]",
+        "v_scale": "[]",
+        "cache_dtype": torch.float8_e5m2,
+    },
+}
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF_DTYPES, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Draw:
@@ -38,9 +72,25 @@ class Draw:
         return drawn.to(dtype)
 
 
+def read(cache: Tensor, slots: Any) -> Tensor:
+    """cache[slots], which PyTorch has for bytes on every device, for fp8 not."""
+    if cache.dtype in FP8_DTYPES:
+        return cache.view(torch.uint8)[slots].view(cache.dtype)
+    return cache[slots]
+
+
+def write(cache: Tensor, slots: Any, values: Tensor | float) -> None:
+    """cache[slots] = values, in the cache's dtype."""
+    stored = torch.as_tensor(values, device=cache.device).to(cache.dtype)
+    if cache.dtype in FP8_DTYPES:
+        cache.view(torch.uint8)[slots] = stored.view(torch.uint8)
+    else:
+        cache[slots] = stored
+
+
 @dataclass
 class Case:
-    """Arguments of one decode call, and what they were built from."""
+    """Arguments of one decode call, tensors among the options too."""
 
     q: Tensor
     k_cache: Tensor
@@ -76,11 +126,18 @@ class Case:
             return sequence
         return slice(int(self.cu_seqlens_q[sequence]), int(self.cu_seqlens_q[sequence + 1]))
 
+    def num_queries(self, sequence: int) -> int:
+        if self.cu_seqlens_q is not None:
+            return int(self.cu_seqlens_q[sequence + 1]) - int(self.cu_seqlens_q[sequence])
+        return self.q.shape[1] if self.q.dim() == 4 else 1
+
     def live_slots(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """(blocks, offsets) of the sequence's positions 0 ... context_len - 1."""
+        """(blocks, offsets) of the positions that a query sees: all, or those of the window."""
         block_size = self.k_cache.shape[1]
         length = max(0, int(self.context_lens[sequence]))
-        positions = torch.arange(length, device=self.q.device)
+        window = self.options.get("window", -1)
+        first = first_visible(length, self.num_queries(sequence), window)
+        positions = torch.arange(first, length, device=self.q.device)
         columns = torch.div(positions, block_size, rounding_mode="floor")
         return self.block_tables[sequence][columns].long(), positions % block_size
 
@@ -120,7 +177,7 @@ def pools(
     def new(*shape: int) -> Tensor:
         if fill is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        return torch.full(shape, fill, dtype=dtype, device=device)
+        return torch.full(shape, fill, device=device).to(dtype)
 
     if layout == "NHD":
         return new(n, s, g, d), new(n, s, g, d)
@@ -138,7 +195,7 @@ def pools(
         pool = new(n, 3, 2, s, g, d)[:, 1]
         return pool[:, 0], pool[:, 1]
     if layout == "gaps":
-        return new(n, s + 1, g + 2, d + 16)[:, :s, 1 : g + 1, :d], new(n, s, g, d + 8)[..., :d]
+        return new(n, s + 1, g + 2, d + 16)[:, :s, 1 : g + 1, :d], new(n, s, g, d + 16)[..., :d]
     raise ValueError(layout)
 
 
@@ -165,8 +222,34 @@ def queries(
     return q
 
 
+def option_set(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of one of `OPTION_SETS`; with q in fp32 without fp8."""
+    options = dict(OPTION_SETS[name])
+    if dtype == torch.float32:
+        options.pop("cache_dtype", None)
+    return options
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def first_visible(length: int, queries: int, window: int) -> int:
+    """The first key that any of a sequence's queries sees."""
+    return max(0, length - queries - window + 1) if window > 0 else 0
+
+
+def alibi_slopes(draw: Draw, num_heads: int) -> Tensor:
+    """Falling powers of two as models have them, a few of the other sign."""
+    slopes = torch.exp2(-8 * torch.arange(1, num_heads + 1) / num_heads).to(draw.device)
+    return torch.where(draw.normal(num_heads) < -1.5, -0.1 * slopes, slopes)
+
+
+def cache_scale(draw: Draw, shape: str, num_kv_heads: int) -> Tensor:
+    """In one of `SCALE_SHAPES`: of either sign, 0.1 to 1 in size, so that fp32 can sum scores."""
+    size = {"[]": (), "[1]": (1,), "[G]": (num_kv_heads,)}[shape]
+    sizes = 0.1 + 0.9 * torch.sigmoid(draw.normal(*size))
+    return torch.where(draw.normal(*size) < 0, -sizes, sizes)
 
 
 def build(
@@ -186,7 +269,12 @@ def build(
     padding: int = -1,
     outside_rows: tuple[int, int] = (0, 0),
     fill: float | None = float("nan"),
-    scale: float | None = None,
+    cache_dtype: torch.dtype | None = None,
+    alibi: bool = False,
+    sinks: torch.dtype | None = None,
+    k_scale: str | None = None,
+    v_scale: str | None = None,
+    **options: Any,
 ) -> Case:
     """A decode call over normal K, V and q.
 
@@ -194,19 +282,34 @@ def build(
         lens: Context length of each sequence.
         query_len: None for q [B, H, D], an int for [B, Q, H, D], a list for ragged q [T, H, D].
         num_blocks: Blocks of the pool; by default three more than the sequences need.
-        padding: Value of the table entries past each sequence's live part.
+        padding: Value of the table entries past each sequence's live part, and of those that the
+            window hides.
         outside_rows: Rows of ragged q before the first and after the last sequence.
-        fill: What every slot that no sequence owns holds; None leaves them as allocated.
+        fill: What every slot that no query sees holds; None leaves them as allocated.
+        cache_dtype: fp8, or None for q's dtype.
+        alibi: Whether to draw slopes.
+        sinks: The dtype to draw sinks in.
+        k_scale: The shape to draw a scale in, one of `SCALE_SHAPES`.
+        v_scale: Likewise.
+        options: decode's, those that are None left out.
     """
     device = draw.device
-    needed = [ceil_div(max(length, 0), block_size) for length in lens]
+    options = {name: value for name, value in options.items() if value is not None}
+    window = options.get("window", -1)
+    hidden = []
+    for b, length in enumerate(lens):
+        queries_of = query_len[b] if isinstance(query_len, Sequence) else query_len or 1
+        hidden.append(first_visible(max(length, 0), queries_of, window) // block_size)
+    columns = [ceil_div(max(length, 0), block_size) for length in lens]
+    needed = [count - first for count, first in zip(columns, hidden, strict=True)]
     if num_blocks is None:
         num_blocks = sum(needed) + 3
     order = draw.rng.sample(range(num_blocks), sum(needed))
-    width = max(needed, default=0) + spare_columns
+    width = max(columns, default=0) + spare_columns
     rows = []
-    for count in needed:
-        rows.append(order[:count] + [padding] * (width - count))
+    for count, first in zip(needed, hidden, strict=True):
+        after = width - first - count
+        rows.append([padding] * first + order[:count] + [padding] * after)
         order = order[count:]
     tables = torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(lens), width)
 
@@ -223,7 +326,7 @@ def build(
         shape = (ends[-1] + outside_rows[1], num_heads, head_dim)
 
     k_cache, v_cache = pools(
-        layout, num_blocks, block_size, num_kv_heads, head_dim, dtype, device, fill
+        layout, num_blocks, block_size, num_kv_heads, head_dim, cache_dtype or dtype, device, fill
     )
     case = Case(
         q=queries(q_layout, shape, num_kv_heads, draw, dtype),
@@ -232,9 +335,16 @@ def build(
         block_tables=tables,
         context_lens=torch.tensor(list(lens), dtype=torch.int32, device=device),
         cu_seqlens_q=cu_seqlens_q,
-        options={} if scale is None else {"scale": scale},
+        options=options,
     )
     slots = case.all_live_slots()
     for cache in (k_cache, v_cache):
-        cache[slots] = draw.normal(slots[0].numel(), num_kv_heads, head_dim, dtype=dtype)
+        write(cache, slots, draw.normal(slots[0].numel(), num_kv_heads, head_dim, dtype=dtype))
+    if alibi:
+        options["alibi_slopes"] = alibi_slopes(draw, num_heads)
+    if sinks is not None:
+        options["sinks"] = (3 * draw.normal(num_heads)).to(sinks)
+    for name, shape in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if shape is not None:
+            options[name] = cache_scale(draw, shape, num_kv_heads)
     return case

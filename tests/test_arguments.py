@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate
-from attention_case import Case, Draw, build
+from attention_case import OPTION_SETS, Case, Draw, build
 
 Arguments = dict[str, Any]
 Mutation = Callable[[Arguments], Any]
 
 HEADS, KV_HEADS, DIM = 6, 2, 64
 CANARY = 3.0
+ALL_OPTIONS: Arguments = {**OPTION_SETS["all"], "k_scale": "[G]"}
 OVERLOADS = ("decode", "decode.out", "decode_with_lse", "decode_with_lse.out")
 TENSORS = (
     "q",
@@ -31,9 +32,11 @@ TENSORS = (
 )
 
 
-def decode_arguments(draw: Draw, query_len: Any = None) -> Arguments:
-    case = build(draw, [40, 17, 1], query_len=query_len, num_heads=HEADS, head_dim=DIM, fill=0.0)
-    arguments = dict(zip(TENSORS, case.args, strict=False))
+def decode_arguments(draw: Draw, query_len: Any = None, **options: Any) -> Arguments:
+    case = build(
+        draw, [40, 17, 1], query_len=query_len, num_heads=HEADS, head_dim=DIM, fill=0.0, **options
+    )
+    arguments = {**dict(zip(TENSORS, case.args, strict=False)), **case.options}
     arguments["out"] = torch.full_like(case.q, CANARY)
     arguments["lse"] = torch.full(case.q.shape[:-1], CANARY, device=draw.device)
     return arguments
@@ -136,10 +139,58 @@ WRONG_DECODE: list[tuple[str, Mutation, str]] = [
     ("context_lens too long", reshaped("context_lens", lambda t: (4,)), "context_lens"),
     ("context_lens int64", cast("context_lens", torch.int64), "context_lens"),
     ("context_lens strided", strided("context_lens"), "context_lens"),
+    ("max_query_len negative", option("max_query_len", -1), "max_query_len"),
+    ("scale NaN", option("scale", float("nan")), "scale"),
+    ("scale infinite", option("scale", float("inf")), "scale"),
+    ("scale beyond float32", option("scale", -1e39), "scale"),
+]
+
+# Of arguments that have all options; fp8 too.
+WRONG_OPTIONS: list[tuple[str, Mutation, str]] = [
     ("window 0", option("window", 0), "window"),
     ("softcap negative", option("softcap", -1.0), "softcap"),
     ("softcap NaN", option("softcap", float("nan")), "softcap"),
-    ("max_query_len negative", option("max_query_len", -1), "max_query_len"),
+    ("softcap infinite", option("softcap", float("inf")), "softcap"),
+    ("softcap beyond float32", option("softcap", 1e39), "softcap"),
+    ("softcap 0 in float32", option("softcap", 1e-60), "softcap"),
+    ("window without causal", lambda a: a.update(causal=False, alibi_slopes=None), "window"),
+    (
+        "alibi_slopes without causal",
+        lambda a: a.update(causal=False, window=-1),
+        "alibi_slopes",
+    ),
+    ("fp32 q with fp8 caches", cast("q out", torch.float32), "q"),
+    ("K and V in different fp8", cast("v_cache", torch.float8_e5m2), "v_cache"),
+    ("V in fp16 beside fp8", cast("v_cache", torch.float16), "v_cache"),
+    ("K in fp16 beside fp8", cast("k_cache", torch.float16), "v_cache"),
+    ("another fp8", cast("k_cache v_cache", torch.float8_e4m3fnuz), "k_cache"),
+    ("caches of bytes", change("k_cache v_cache", lambda t: t.view(torch.uint8)), "k_cache"),
+    ("sinks in the other 16 bits", cast("sinks", torch.bfloat16), "sinks"),
+    ("sinks in float64", cast("sinks", torch.float64), "sinks"),
+    *(
+        (f"{name} of {what}", mutate(name), name)
+        for name in ("alibi_slopes", "sinks")
+        for what, mutate in (
+            ("rank 0", lambda name: reshaped(name, lambda t: ())),
+            ("rank 2", lambda name: reshaped(name, lambda t: (1, HEADS))),
+            ("KV heads", lambda name: reshaped(name, lambda t: (KV_HEADS,))),
+            ("one head", lambda name: reshaped(name, lambda t: (1,))),
+            ("strides", strided),
+        )
+    ),
+    ("alibi_slopes in fp16", cast("alibi_slopes", torch.float16), "alibi_slopes"),
+    *(
+        (f"{name} of {what}", mutate(name), name)
+        for name in ("k_scale", "v_scale")
+        for what, mutate in (
+            ("rank 2", lambda name: reshaped(name, lambda t: (1, KV_HEADS))),
+            ("query heads", lambda name: reshaped(name, lambda t: (HEADS,))),
+            ("no heads", lambda name: reshaped(name, lambda t: (0,))),
+            ("strides", strided),
+            ("fp16", lambda name: cast(name, torch.float16)),
+            ("float64", lambda name: cast(name, torch.float64)),
+        )
+    ),
 ]
 
 WRONG_RAGGED: list[tuple[str, Mutation, str]] = [
@@ -161,22 +212,6 @@ WRONG_OUTPUTS: list[tuple[str, Mutation, str]] = [
     ("lse of another rank", reshaped("lse", lambda t: (*t.shape, 1)), "lse"),
     ("lse of other heads", reshaped("lse", lambda t: (3, HEADS - 1)), "lse"),
     ("lse in q's dtype", cast("lse", torch.float16), "lse"),
-]
-
-UNSUPPORTED: list[tuple[str, Mutation, str]] = [
-    ("causal", option("causal", False), "causal"),
-    ("window", option("window", 4), "window"),
-    ("softcap", option("softcap", 30.0), "softcap"),
-    ("batch_invariant", option("batch_invariant", True), "batch_invariant"),
-    (
-        "alibi_slopes",
-        lambda a: a.update(alibi_slopes=torch.zeros(HEADS, device=a["q"].device)),
-        "alibi_slopes",
-    ),
-    ("sinks", lambda a: a.update(sinks=torch.zeros(HEADS, device=a["q"].device)), "sinks"),
-    ("k_scale", lambda a: a.update(k_scale=torch.ones(1, device=a["q"].device)), "k_scale"),
-    ("v_scale", lambda a: a.update(v_scale=torch.ones((), device=a["q"].device)), "v_scale"),
-    ("fp8", cast("k_cache v_cache", torch.float8_e4m3fn), "fp8"),
 ]
 
 
@@ -201,16 +236,20 @@ def form(argument: str) -> str:
     return rf": {re.escape(argument)} must be .+, got .+"
 
 
+def assert_right(overload: str, arguments: Arguments) -> None:
+    results = call(overload, arguments)
+    if results is None:
+        results = arguments["out"]
+    out = results[0] if isinstance(results, tuple) else results
+    assert out.shape == arguments["q"].shape
+    assert bool(((out != CANARY) & out.isfinite()).all())
+
+
 @pytest.mark.parametrize("overload", OVERLOADS)
 def test_the_unspoilt_arguments_are_right(draw: Draw, device: str, overload: str) -> None:
     for query_len in (None, 2, [2, 1, 1]):
-        arguments = decode_arguments(draw, query_len)
-        results = call(overload, arguments)
-        if results is None:
-            results = arguments["out"]
-        out = results[0] if isinstance(results, tuple) else results
-        assert out.shape == arguments["q"].shape
-        assert bool(((out != CANARY) & out.isfinite()).all())
+        for options in ({}, ALL_OPTIONS, OPTION_SETS["all_noncausal"]):
+            assert_right(overload, decode_arguments(draw, query_len, **options))
 
 
 @table(WRONG_DECODE)
@@ -243,14 +282,14 @@ def test_wrong_outputs(draw: Draw, device: str, mutate: Mutation, argument: str)
         assert_refused(overload, arguments, argument, form(argument))
 
 
-@table(UNSUPPORTED)
+@table(WRONG_OPTIONS)
 @pytest.mark.parametrize("overload", OVERLOADS)
-def test_unsupported_options(
+def test_wrong_options(
     draw: Draw, device: str, overload: str, mutate: Mutation, argument: str
 ) -> None:
-    arguments = decode_arguments(draw)
+    arguments = decode_arguments(draw, **ALL_OPTIONS)
     mutate(arguments)
-    assert_refused(overload, arguments, argument, f"{argument}.* is not supported yet")
+    assert_refused(overload, arguments, argument, form(argument))
 
 
 def test_the_tutorials_block_size_is_not_taken_for_an_option(draw: Draw, device: str) -> None:
@@ -269,11 +308,9 @@ def test_wrong_python_types(draw: Draw, device: str, wrong: dict[str, Any]) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "argument", ["q", "k_cache", "v_cache", "block_tables", "context_lens", "cu_seqlens_q"]
-)
+@pytest.mark.parametrize("argument", TENSORS)
 def test_tensors_on_two_devices(draw: Draw, argument: str) -> None:
-    arguments = decode_arguments(draw, [2, 1, 1])
+    arguments = decode_arguments(draw, [2, 1, 1], **ALL_OPTIONS)
     arguments[argument] = arguments[argument].cpu()
     named = "(k_cache|q)" if argument == "q" else argument
     with pytest.raises(ValueError, match=rf"paged_attn\.decode: {named} must be .+, got .+"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_same_bits
-from attention_case import DTYPES, Case, Draw, build
+from attention_case import DTYPES, FP8_DTYPES, OPTION_SETS, Case, Draw, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 QUERIES: list[Any] = [None, 3, [2, 0, 1]]
@@ -42,6 +42,17 @@ def test_opcheck_decode(
         "lse_out": (ops.decode_with_lse.out, {"out": out, "lse": lse}),
     }[overload]
     torch.library.opcheck(op, case.args, {"scale": 0.3, **kwargs})
+
+
+@pytest.mark.parametrize("name", OPTION_SETS)
+@pytest.mark.parametrize("overload", ["decode", "decode_with_lse"])
+def test_opcheck_decode_under_options(draw: Draw, device: str, overload: str, name: str) -> None:
+    query_len = draw.rng.choice(QUERIES)
+    case = build(draw, [90, 5, 9], query_len=query_len, fill=0.0, **OPTION_SETS[name])
+    checks = ["test_schema"] if case.k_cache.dtype not in FP8_DTYPES else []  # torch's cannot
+    checks += ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    op = getattr(ops, overload).default
+    torch.library.opcheck(op, case.args, case.options, test_utils=checks)
 
 
 def test_opcheck_decode_requiring_grad(draw: Draw, device: str) -> None:

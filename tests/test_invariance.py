@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate, assert_same_bits
-from attention_case import DTYPES, Draw, build
+from attention_case import DTYPES, OPTION_SETS, Case, Draw, build, option_set, write
 
 import paged_attn
 
@@ -21,13 +21,21 @@ QUERIES: list[Any] = [None, 3, [2, 1, 0, 4, 1, 9, 3]]
 def test_placement_of_blocks(
     draw: Draw, device: str, query_len: Any, block_size: int, dtype: torch.dtype
 ) -> None:
-    case = build(draw, LENS, query_len=query_len, block_size=block_size, dtype=dtype)
+    case = build(
+        draw,
+        LENS,
+        query_len=query_len,
+        block_size=block_size,
+        dtype=dtype,
+        **option_set(draw.rng.choice(list(OPTION_SETS)), dtype),
+    )
     expected, expected_lse = case.decode_with_lse()
     num_blocks = case.k_cache.shape[0]
     for _ in range(3):
         places = torch.randperm(num_blocks, generator=draw.generator, device=device)
         k_cache, v_cache = torch.empty_like(case.k_cache), torch.empty_like(case.v_cache)
-        k_cache[places], v_cache[places] = case.k_cache, case.v_cache
+        write(k_cache, places, case.k_cache)
+        write(v_cache, places, case.v_cache)
         tables = case.block_tables
         moved = torch.where(tables < 0, tables, places[tables.clamp(min=0)].int())
         out, lse = case.with_(
@@ -51,7 +59,14 @@ def test_shared_blocks(draw: Draw, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("query_len", QUERIES)
 def test_run_to_run(draw: Draw, device: str, query_len: Any, dtype: torch.dtype) -> None:
-    case = build(draw, LENS, query_len=query_len, num_heads=8, dtype=dtype)
+    for name in ("plain", draw.rng.choice(list(OPTION_SETS))):
+        case = build(
+            draw, LENS, query_len=query_len, num_heads=8, dtype=dtype, **option_set(name, dtype)
+        )
+        assert_runs_agree(case)
+
+
+def assert_runs_agree(case: Case) -> None:
     expected, expected_lse = case.decode_with_lse()
     for _ in range(25):
         out, lse = case.decode_with_lse()
@@ -59,9 +74,10 @@ def test_run_to_run(draw: Draw, device: str, query_len: Any, dtype: torch.dtype)
         assert_same_bits(lse, expected_lse)
 
 
-def test_run_to_run_when_split(draw: Draw, device: str) -> None:
+@pytest.mark.parametrize("name", OPTION_SETS)
+def test_run_to_run_when_split(draw: Draw, device: str, name: str) -> None:
     """One sequence and few heads: several threads or blocks share a context."""
-    case = build(draw, [20000], num_heads=2, num_kv_heads=1)
+    case = build(draw, [20000], num_heads=2, num_kv_heads=1, **OPTION_SETS[name])
     expected = case.decode()
     for _ in range(50):
         assert_same_bits(case.decode(), expected)
@@ -70,7 +86,8 @@ def test_run_to_run_when_split(draw: Draw, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("query_len", QUERIES)
 def test_four_overloads(draw: Draw, device: str, query_len: Any, dtype: torch.dtype) -> None:
-    case = build(draw, LENS, query_len=query_len, num_heads=6, dtype=dtype, scale=0.2)
+    options = option_set(draw.rng.choice(list(OPTION_SETS)), dtype)
+    case = build(draw, LENS, query_len=query_len, num_heads=6, dtype=dtype, scale=0.2, **options)
     expected, expected_lse = case.decode_with_lse()
     out = torch.full_like(expected, float("nan"))
     lse = torch.full_like(expected_lse, float("nan"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate, assert_same_bits
-from attention_case import DTYPES, LAYOUTS, Draw, build
+from attention_case import DTYPES, LAYOUTS, OPTION_SETS, Draw, build, option_set, write
 
 POISONS = (float("nan"), float("inf"), float("-inf"), 6e4)
 LENS = [0, 1, 15, 16, 17, 40, 3]
@@ -35,6 +35,55 @@ def test_slots_of_nobody(
     for ours, theirs in zip(poisoned, clean, strict=True):
         assert not bool(ours.isnan().any())
         assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("name", OPTION_SETS)
+@pytest.mark.parametrize("query_len", [None, 5, [1, 0, 2, 9, 1, 4, 1, 2]])
+def test_slots_that_no_query_sees(
+    draw: Draw, device: str, query_len: Any, name: str, poison: float
+) -> None:
+    """Under every option, those before the window too: whole blocks and the first one's begin."""
+    dtype = draw.rng.choice(DTYPES)
+    arguments = option_set(name, dtype)
+    if "window" in arguments:
+        arguments["window"] = draw.rng.choice((1, 5, 16, 37, 300))
+    arguments.update(
+        query_len=query_len,
+        num_heads=10,
+        head_dim=draw.rng.choice((40, 64, 128)),
+        block_size=draw.rng.choice((1, 3, 16, 48, 128)),
+        dtype=dtype,
+    )
+    lens = [*LENS, 700]
+    clean = build(draw.again(), lens, fill=0.0, **arguments).decode_with_lse()
+    poisoned = build(draw.again(), lens, fill=poison, **arguments).decode_with_lse()
+    for ours, theirs in zip(poisoned, clean, strict=True):
+        assert not bool(ours.isnan().any())
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 300])
+@pytest.mark.parametrize("query_len", [None, 4, [1, 0, 2, 9, 1, 4, 1, 3]])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 128])
+def test_table_entries_that_the_window_hides(
+    draw: Draw, device: str, block_size: int, query_len: Any, window: int
+) -> None:
+    def run(padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return build(
+            draw.again(),
+            [*LENS, 700],
+            block_size=block_size,
+            query_len=query_len,
+            padding=padding,
+            window=window,
+        ).decode_with_lse()
+
+    expected = run(0)
+    assert not bool(expected[0].isnan().any())
+    for padding in (-1, 1, 2**31 - 1, 2147480000, -(2**31)):
+        for ours, theirs in zip(run(padding), expected, strict=True):
+            assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("query_len", [None, 4, [1, 0, 2, 9, 1, 4, 1]])
@@ -78,6 +127,24 @@ def test_visible_nan(draw: Draw, device: str, dtype: torch.dtype, spoilt: str) -
         blocks, offsets = case.live_slots(b)
         at = draw.rng.randrange(len(blocks))
         getattr(case, spoilt)[blocks[at], offsets[at], :, draw.rng.randrange(64)] = float("nan")
+    out, lse = case.decode_with_lse()
+    if spoilt == "k_cache":
+        assert bool(out.isnan().all())
+        assert bool(lse.isnan().all())
+    else:
+        assert bool((out.isnan().sum(-1) == 1).all())
+        assert not bool(lse.isnan().any())
+
+
+@pytest.mark.parametrize("spoilt", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("name", OPTION_SETS)
+def test_visible_nan_under_options(draw: Draw, device: str, name: str, spoilt: str) -> None:
+    dtype = draw.rng.choice(DTYPES)
+    case = build(draw, [40, 17, 600], num_heads=6, dtype=dtype, **option_set(name, dtype))
+    for b in range(3):
+        blocks, offsets = case.live_slots(b)
+        at, column = draw.rng.randrange(len(blocks)), draw.rng.randrange(64)
+        write(getattr(case, spoilt)[..., column], (blocks[at], offsets[at]), float("nan"))
     out, lse = case.decode_with_lse()
     if spoilt == "k_cache":
         assert bool(out.isnan().all())

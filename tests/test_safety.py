@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate, assert_same_bits
-from attention_case import DTYPES, Case, Draw, build
+from attention_case import DTYPES, OPTION_SETS, Case, Draw, build, option_set
 
 import paged_attn
 
@@ -27,13 +27,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).clone()
 
 
+@pytest.mark.parametrize("name", OPTION_SETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("query_len", QUERIES)
 def test_canaries_around_outputs(
-    draw: Draw, device: str, query_len: Any, dtype: torch.dtype
+    draw: Draw, device: str, query_len: Any, dtype: torch.dtype, name: str
 ) -> None:
     """out and lse are fully written, their surroundings and all inputs keep their bytes."""
-    case = build(draw, LENS, query_len=query_len, num_heads=6, head_dim=72, dtype=dtype)
+    case = build(
+        draw,
+        LENS,
+        query_len=query_len,
+        num_heads=6,
+        head_dim=72,
+        dtype=dtype,
+        **option_set(name, dtype),
+    )
     expected, expected_lse = case.decode_with_lse()
     *rows, heads, dim = case.q.shape
     margin, canary = 16, 1234.0
@@ -44,10 +53,10 @@ def test_canaries_around_outputs(
     out.fill_(float("nan"))
     lse_around = torch.full((expected_lse.numel() + 128,), canary, device=device)
     lse = lse_around[64:-64].view(expected_lse.shape).fill_(float("nan"))
-    inputs = [t for t in case.args if t is not None]
+    inputs = [t for t in (*case.args, *case.options.values()) if isinstance(t, torch.Tensor)]
     before = [bits(t) for t in inputs]
 
-    torch.ops.paged_attn.decode_with_lse.out(*case.args, out=out, lse=lse)
+    torch.ops.paged_attn.decode_with_lse.out(*case.args, **case.options, out=out, lse=lse)
 
     assert_same_bits(out, expected)
     assert_same_bits(lse, expected_lse)
@@ -80,9 +89,30 @@ def test_bad_id_in_the_live_part(
 
 
 @pytest.mark.parametrize("query_len", QUERIES)
+@pytest.mark.parametrize("name", ["window", "all", "all_noncausal"])
+def test_bad_id_among_the_visible_under_options(
+    draw: Draw, device: str, name: str, query_len: Any
+) -> None:
+    """With the window's first block bad too; the block before it may be."""
+    case = build(draw, LENS, query_len=query_len, num_heads=6, **OPTION_SETS[name])
+    blocks, _ = case.live_slots(3)
+    columns = torch.isin(case.block_tables[3], blocks).nonzero()[:, 0].tolist()
+    for column in (columns[0], columns[-1]):
+        bad = edit(case, "block_tables", (3, column), draw.rng.choice((*BAD_IDS, 10**6)))
+        assert_only_one_is_nan(case, bad, 3)
+    if columns[0] > 0:
+        expected = case.decode()
+        hidden = edit(case, "block_tables", (3, columns[0] - 1), INT_MAX)
+        assert_same_bits(hidden.decode(), expected)
+
+
+@pytest.mark.parametrize("query_len", QUERIES)
 @pytest.mark.parametrize("past", [1, 16, 1000, INT_MAX])
-def test_length_beyond_the_table(draw: Draw, device: str, past: int, query_len: Any) -> None:
-    case = build(draw, LENS, query_len=query_len, num_heads=6, padding=0)
+@pytest.mark.parametrize("window", [None, 1, 20])
+def test_length_beyond_the_table(
+    draw: Draw, device: str, window: int | None, past: int, query_len: Any
+) -> None:
+    case = build(draw, LENS, query_len=query_len, num_heads=6, padding=0, window=window)
     capacity = case.block_tables.shape[1] * 16
     bad = edit(case, "context_lens", 1, min(capacity + past, INT_MAX))
     assert_only_one_is_nan(case, bad, 1)
@@ -314,8 +344,22 @@ def test_checks_let_good_content_pass(draw: Draw, device: str, checks: None) -> 
     for query_len in QUERIES:
         case = build(draw, LENS, query_len=query_len, padding=INT_MAX)
         assert_accurate(case, *case.decode_with_lse())
+        case = build(draw, LENS, query_len=query_len, padding=INT_MAX, **OPTION_SETS["all"])
+        assert_accurate(case, *case.decode_with_lse())
     case = build(draw, [0, -1, 5], padding=-1)
     assert_accurate(case, *case.decode_with_lse())
+
+
+def test_checks_of_a_window(draw: Draw, device: str, checks: None) -> None:
+    """The first block that any query sees is looked at, the one before it is not."""
+    case = build(draw, [100], query_len=3, block_size=8, window=10, padding=-1)
+    assert int((case.block_tables[0] >= 0).nonzero()[0]) == 88 // 8
+    assert_accurate(case, *case.decode_with_lse())
+    with pytest.raises(IndexError, match="block_tables") as caught:
+        edit(case, "block_tables", (0, 11), INT_MAX).decode()
+    assert mentions(str(caught.value), 0, 11, INT_MAX)
+    with pytest.raises(IndexError, match="block_tables"):
+        case.decode(window=13)
 
 
 def test_set_checks_returns_the_previous_setting(draw: Draw, device: str) -> None:

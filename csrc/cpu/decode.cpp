@@ -1,7 +1,10 @@
 // decode: the schedule's pieces, over the threads.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstddef>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
 #include <vector>
@@ -58,17 +61,54 @@ void work(void* context, int64_t worker) {
   }
 }
 
+float widen(uint16_t bits, DType dtype) {
+  if (dtype == DType::kBFloat16) {
+    const uint32_t upper = static_cast<uint32_t>(bits) << 16;
+    float value;
+    std::memcpy(&value, &upper, sizeof(value));
+    return value;
+  }
+  const int exponent = bits >> 10 & 0x1f;
+  const int mantissa = bits & 0x3ff;
+  float value = std::ldexp(static_cast<float>(exponent > 0 ? mantissa | 0x400 : mantissa),
+                           std::max(exponent, 1) - 25);
+  if (exponent == 0x1f) {
+    value = mantissa == 0 ? std::numeric_limits<float>::infinity()
+                          : std::numeric_limits<float>::quiet_NaN();
+  }
+  return bits & 0x8000 ? -value : value;
+}
+
+// One a query head; empty if there are none.
+std::vector<float> sinks_in_fp32(const DecodeParams& params) {
+  if (params.sinks == nullptr) return {};
+  std::vector<float> sinks(static_cast<size_t>(params.num_heads));
+  for (size_t h = 0; h < sinks.size(); ++h) {
+    sinks[h] = params.sinks_are_fp32
+                   ? static_cast<const float*>(params.sinks)[h]
+                   : widen(static_cast<const uint16_t*>(params.sinks)[h], params.dtype);
+  }
+  return sinks;
+}
+
 }  // namespace
 
-void decode(const DecodeParams& params, const ThreadPool& threads) {
+void decode(const DecodeParams& arguments, const ThreadPool& threads) {
   const Kernels& chosen = kernels();
+  DecodeParams params = arguments;
+  const std::vector<float> sinks = sinks_in_fp32(params);
+  params.sinks = sinks.empty() ? nullptr : sinks.data();
+  params.sinks_are_fp32 = true;
+  // batch_invariant asks for nothing more: with or without it, a sequence's chunks and row tiles
+  // are its own affair (schedule.h), and a row's bits do not depend on what shares its registers
+  // (tile_kernels.h).
   const Schedule schedule(params, find_sequences(params), threads.num_threads);
   if (schedule.num_pieces() == 0) return;
 
   const auto type = static_cast<size_t>(params.dtype);
   Job job{};
   job.schedule = &schedule;
-  job.attend = chosen.attend[type];
+  job.attend = chosen.attend[static_cast<size_t>(params.cache_dtype)][type];
   job.merge = chosen.merge[type];
   job.workspace_bytes = chosen.workspace_bytes(params.head_dim, schedule.most_records());
   const Memory workspaces = allocate(schedule.num_workers() * job.workspace_bytes);

@@ -3,6 +3,8 @@
 // compiled here must never be linked into code for lesser machines.
 #pragma once
 
+#include "output.h"
+#include "rows.h"
 #include "tile_kernels.h"
 
 namespace paged_attn::cpu {
@@ -12,22 +14,6 @@ namespace {
 // outputs to pay, few enough for the first level cache.
 constexpr int64_t kStepTokens = 32;
 constexpr int64_t kMostTokensAtOnce = 8;
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t round_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
-
-// Keys that row r of the sequence sees.
-inline int64_t visible_keys(const Piece& piece, int64_t row) {
-  const int64_t group = piece.params->num_heads / piece.params->num_kv_heads;
-  return larger(0, piece.context_len - piece.query_len + row / group + 1);
-}
-// Keys that any row of the piece sees: its last row's.
-inline int64_t visible_keys(const Piece& piece) {
-  return visible_keys(piece, piece.first_row + piece.num_rows - 1);
-}
 
 // What attend works in. Arrays are over the piece's (KV head, row) pairs.
 struct Workspace {
@@ -73,20 +59,19 @@ Workspace& lay_out(void* memory, int64_t head_dim, int64_t num_records) {
   return work;
 }
 
-template <typename T>
-void load_queries(const Piece& piece, typename Dot<T>::Query* queries) {
+template <typename Element, typename Cache>
+void load_queries(const Piece& piece, typename Dot<Cache>::Query* queries) {
   const DecodeParams& params = *piece.params;
-  const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t stride = query_stride(params.head_dim);
-  const T* q = static_cast<const T*>(params.q) + piece.q_offset;
+  const Element* q = static_cast<const Element*>(params.q) + piece.q_offset;
   for (int64_t g = 0; g < piece.num_heads; ++g) {
     for (int64_t r = 0; r < piece.num_rows; ++r, queries += stride) {
       const int64_t row = piece.first_row + r;
-      const int64_t head = (piece.first_head + g) * group + row % group;
-      const T* from = q + row / group * params.q_strides.token + head * params.q_strides.head;
+      const Element* from = q + row / group_size(piece) * params.q_strides.token +
+                            query_head(piece, g, row) * params.q_strides.head;
       int64_t d = 0;
-      for (; d < params.head_dim; d += 8) Dot<T>::store_query8(from + d, queries + d);
-      for (; d < stride; ++d) queries[d] = typename Dot<T>::Query{};
+      for (; d < params.head_dim; d += 8) Dot<Cache>::store_query8(from + d, queries + d);
+      for (; d < stride; ++d) queries[d] = typename Dot<Cache>::Query{};
     }
   }
 }
@@ -106,13 +91,6 @@ void find_rows(const Piece& piece, const CacheStrides& strides, int64_t begin, i
   }
   for (int64_t i = 0; count > 0 && i < kMostTokensAtOnce; ++i) {
     offsets[count + i] = offsets[count - 1];
-  }
-}
-
-void start_records(float* records, int64_t num_records, const RecordLayout& layout) {
-  for (int64_t i = 0; i < num_records; ++i, records += layout.size) {
-    for (int64_t d = 0; d < layout.size; ++d) records[d] = 0.0f;
-    records[layout.maximum] = -INFINITY;
   }
 }
 
@@ -189,6 +167,26 @@ struct TileReader {
   }
 };
 
+// Applies the call's options to a row's q . k of the tile that begins at key `begin`, of which the
+// row sees `seen`. Returns the factor that is left for update_softmax: scale where there are none.
+inline float finish_logits(const Piece& piece, int64_t g, int64_t row, int64_t begin,
+                           const KeyRange& seen, float* logits) {
+  const DecodeParams& params = *piece.params;
+  const bool has_options =
+      params.k_scale.data != nullptr || params.softcap > 0.0f || params.alibi_slopes != nullptr;
+  if (!has_options && seen.begin == 0) return params.scale;
+  LogitOptions options{};
+  options.k_scale = scale_of_head(params.k_scale, piece.first_head + g);
+  options.scale = params.scale;
+  options.softcap = params.softcap;
+  if (params.alibi_slopes != nullptr) {
+    options.slope = params.alibi_slopes[query_head(piece, g, row)];
+    options.distance = static_cast<float>(begin - query_position(piece, row));
+  }
+  apply_options(logits, seen.begin, seen.end, options);
+  return 1.0f;
+}
+
 // Brings the piece's records up to date with tokens [begin, end) of its sequence, at most a tile,
 // whose keys' offsets the workspace holds. Leaves those of the tile that ends at next_end there.
 template <typename T>
@@ -217,10 +215,14 @@ void attend_tile(const Piece& piece, Workspace& work, int64_t begin, int64_t end
 
   for (int64_t i = 0; i < piece.num_heads * rows; ++i) {
     float* state = records + i * record;
-    const int64_t visible = visible_keys(piece, piece.first_row + i % rows) - begin;
+    float* logits = work.logits + i * kTileTokens;
+    const int64_t row = piece.first_row + i % rows;
+    const KeyRange keys_seen = visible_keys(piece, row);
+    const KeyRange seen = {larger(0, smaller(keys_seen.begin - begin, count)),
+                           larger(0, smaller(keys_seen.end - begin, count))};
+    const float scale = finish_logits(piece, i / rows, row, begin, seen, logits);
     work.factors[i] =
-        update_softmax(work.logits + i * kTileTokens, larger(0, smaller(visible, count)),
-                       round_up(count, kRecordAlignment), params.scale,
+        update_softmax(logits, seen.end, round_up(count, kRecordAlignment), scale,
                        state + piece.record.maximum, state + piece.record.denominator);
   }
 
@@ -239,90 +241,19 @@ void attend_tile(const Piece& piece, Workspace& work, int64_t begin, int64_t end
   }
 }
 
-// total = total and part together.
-__attribute__((noinline)) void merge_record(float* total, const float* part,
-                                            const RecordLayout& layout) {
-  const float a = total[layout.maximum];
-  const float b = part[layout.maximum];
-  const float top = a > b ? a : b;
-  const float reference = top == -INFINITY ? 0.0f : top;
-  const float scale_a = exp_nonpositive(a - reference);
-  const float scale_b = exp_nonpositive(b - reference);
-  for (int64_t d = 0; d < layout.maximum; d += kWidth) {
-    const Vec scaled = mul(load(part + d), broadcast(scale_b));
-    store(total + d, fma(load(total + d), broadcast(scale_a), scaled));
-  }
-  total[layout.maximum] = top;
-  total[layout.denominator] =
-      total[layout.denominator] * scale_a + part[layout.denominator] * scale_b;
-}
-
-template <typename T>
-void write_row(const float* record, const RecordLayout& layout, int64_t head_dim, bool sees_keys,
-               T* out, float* lse) {
-  constexpr int kStep = kWidth > 8 ? kWidth : 8;
-  const float denominator = record[layout.denominator];
-  const Vec divisor = broadcast(denominator);
-  float quotients[kStep] = {};
-  for (int64_t d = 0; d < head_dim; d += kStep) {
-    for (int i = 0; sees_keys && i < kStep; i += kWidth) {
-      const Vec x = load(record + d + i);
-      Vec quotient = divide(x, divisor);
-      // Rounding to fp32 and then to a shorter type would round twice; from an odd last bit, the
-      // second rounding does what one alone would.
-      if constexpr (sizeof(T) < sizeof(float)) {
-        quotient = odd_where_inexact(quotient, division_rest(x, quotient, divisor));
-      }
-      store(quotients + i, quotient);
-    }
-    for (int i = 0; i < kStep && d + i < head_dim; i += 8) narrow8(quotients + i, out + d + i);
-  }
-  if (lse != nullptr) {
-    *lse = sees_keys ? record[layout.maximum] + __builtin_logf(denominator) : -INFINITY;
-  }
-}
-
-// records: [num_heads, num_rows] of the piece, rows record_rows apart.
-template <typename T>
-void write_output(const Piece& piece, const float* records, int64_t head_stride) {
-  const DecodeParams& params = *piece.params;
-  const int64_t group = params.num_heads / params.num_kv_heads;
-  T* out = static_cast<T*>(params.out) + piece.out_offset;
-  for (int64_t g = 0; g < piece.num_heads; ++g) {
-    for (int64_t r = 0; r < piece.num_rows; ++r) {
-      const int64_t row = piece.first_row + r;
-      const int64_t token = row / group;
-      const int64_t head = (piece.first_head + g) * group + row % group;
-      float* lse = params.lse == nullptr
-                       ? nullptr
-                       : params.lse + piece.lse_offset + token * params.lse_strides.token +
-                             head * params.lse_strides.head;
-      write_row(records + g * head_stride + r * piece.record.size, piece.record, params.head_dim,
-                visible_keys(piece, row) > 0,
-                out + token * params.out_strides.token + head * params.out_strides.head, lse);
-    }
-  }
-}
-
-// Where the piece's records of a chunk are in the partial results.
-inline float* partial_records(const Piece& piece, int64_t chunk, int64_t head) {
-  const DecodeParams& params = *piece.params;
-  const int64_t rows = piece.query_len * (params.num_heads / params.num_kv_heads);
-  return piece.partials + chunk * piece.partial_stride +
-         ((piece.first_head + head) * rows + piece.first_row) * piece.record.size;
-}
-
-template <typename T>
+// Element is the type of q and the output.
+template <typename Element, typename Cache>
 void attend(const Piece& piece, void* memory) {
   const int64_t num_records = piece.num_heads * piece.num_rows;
   const int64_t record = piece.record.size;
   Workspace& work = lay_out(memory, piece.params->head_dim, num_records);
-  load_queries<T>(piece, static_cast<typename Dot<T>::Query*>(work.queries));
-  const int64_t num_keys = visible_keys(piece);
+  load_queries<Element, Cache>(piece, static_cast<typename Dot<Cache>::Query*>(work.queries));
+  const KeyRange seen = visible_keys(piece);
   for (int64_t c = 0; c < piece.num_chunks; ++c) {
     const int64_t chunk = piece.first_chunk + c;
-    const int64_t begin = chunk * piece.chunk_tokens;
-    const int64_t end = smaller(begin + piece.chunk_tokens, num_keys);
+    const int64_t chunk_begin = piece.first_key + chunk * piece.chunk_tokens;
+    const int64_t begin = larger(chunk_begin, seen.begin);
+    const int64_t end = smaller(chunk_begin + piece.chunk_tokens, seen.end);
     const bool is_first = piece.partials == nullptr && c == 0;
     float* records = is_first ? work.total : work.state;
     start_records(records, num_records, piece.record);
@@ -330,7 +261,7 @@ void attend(const Piece& piece, void* memory) {
     find_rows(piece, piece.params->k_strides, begin, tile_end, work.k_offsets);
     for (int64_t tile = begin; tile < end; tile += kTileTokens) {
       const int64_t next_end = smaller(tile_end + kTileTokens, end);
-      attend_tile<T>(piece, work, tile, tile_end, next_end, records);
+      attend_tile<Cache>(piece, work, tile, tile_end, next_end, records);
       tile_end = next_end;
     }
     if (piece.partials != nullptr) {
@@ -344,28 +275,17 @@ void attend(const Piece& piece, void* memory) {
       }
     }
   }
-  if (piece.partials == nullptr) write_output<T>(piece, work.total, piece.num_rows * record);
-}
-
-// The first chunk's records take in the others', in order, and become the output.
-template <typename T>
-void merge(const Piece& piece) {
-  for (int64_t c = 1; c < piece.num_chunks; ++c) {
-    for (int64_t g = 0; g < piece.num_heads; ++g) {
-      for (int64_t r = 0; r < piece.num_rows; ++r) {
-        merge_record(partial_records(piece, 0, g) + r * piece.record.size,
-                     partial_records(piece, c, g) + r * piece.record.size, piece.record);
-      }
-    }
-  }
-  const int64_t rows = piece.query_len * (piece.params->num_heads / piece.params->num_kv_heads);
-  write_output<T>(piece, partial_records(piece, 0, 0), rows * piece.record.size);
+  if (piece.partials == nullptr) write_output<Element>(piece, work.total, piece.num_rows * record);
 }
 
 constexpr Kernels make_kernels(const char* name) {
   return {name,
           workspace_bytes,
-          {attend<float>, attend<Half>, attend<BFloat16>},
+          {{attend<float, float>, nullptr, nullptr},
+           {nullptr, attend<Half, Half>, nullptr},
+           {nullptr, nullptr, attend<BFloat16, BFloat16>},
+           {nullptr, attend<Half, Float8E4M3>, attend<BFloat16, Float8E4M3>},
+           {nullptr, attend<Half, Float8E5M2>, attend<BFloat16, Float8E5M2>}},
           {merge<float>, merge<Half>, merge<BFloat16>}};
 }
 

@@ -1,4 +1,4 @@
-// How q and K meet: in fp32, unless the instruction set has something better for the type.
+// How q and K meet: in fp32, unless the instruction set has something better for K's type.
 // Included by the isa files only, through decode_kernel.h.
 #pragma once
 
@@ -11,7 +11,10 @@ struct Dot {
   using Register = Vec;
   static constexpr int kStep = kWidth;
 
-  static void store_query8(const T* from, Query* to) { widen8(from, to); }
+  template <typename Element>
+  static void store_query8(const Element* from, Query* to) {
+    widen8(from, to);
+  }
   static Register load_query(const Query* p) { return load(p); }
   static Register load_key(const T* p) { return load(p); }
   // The last elements, fewer than kStep, of a key whose head dim is not a multiple of it.

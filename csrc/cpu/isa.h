@@ -12,8 +12,8 @@ struct Kernels {
   // Bytes of workspace, 64-byte aligned, that attend needs for pieces of num_records
   // (KV head, row) pairs.
   int64_t (*workspace_bytes)(int64_t head_dim, int64_t num_records);
-  // Indexed by DType.
-  void (*attend[3])(const Piece& piece, void* workspace);
+  // Indexed by q's DType, attend by the cache's before that. Null where the two do not go together.
+  void (*attend[5][3])(const Piece& piece, void* workspace);
   void (*merge[3])(const Piece& piece);
 };
 

@@ -16,6 +16,12 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
 
 // Tokens whose logits are held at once; chunks are multiples of it.
 constexpr int64_t kTileTokens = 256;
@@ -33,13 +39,14 @@ struct RecordLayout {
 // A run of chunks of one sequence's keys, for some of its rows and KV heads. Rows of a sequence are
 // its (query token, query head of the KV head's group) pairs, the token varying slowest.
 struct Piece {
-  const DecodeParams* params;
+  const DecodeParams* params;  // sinks in fp32
   RecordLayout record;
 
   const int32_t* blocks;  // the sequence's row of the block table
   int64_t context_len;
   int64_t query_len;
-  int64_t q_offset;  // of the sequence's first query token, in elements
+  int64_t first_key;  // that any of the sequence's queries sees: where the first chunk begins
+  int64_t q_offset;   // of the sequence's first query token, in elements
   int64_t out_offset;
   int64_t lse_offset;
 

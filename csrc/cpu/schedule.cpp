@@ -33,6 +33,13 @@ constexpr int64_t kWorkPerThread = 1 << 18;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+int64_t element_size(DType dtype) {
+  if (is_fp8(dtype)) return 1;
+  return dtype == DType::kFloat32 ? 4 : 2;
+}
+
+int64_t num_keys(const Sequence& sequence) { return sequence.context_len - sequence.first_key; }
+
 }  // namespace
 
 Schedule::Schedule(const DecodeParams& params, std::vector<Sequence> sequences, int64_t num_threads)
@@ -41,7 +48,7 @@ Schedule::Schedule(const DecodeParams& params, std::vector<Sequence> sequences, 
   record_ = {padded, padded + 1, padded + kRecordAlignment};
   int64_t work = 0;
   for (const Sequence& sequence : sequences_) {
-    work += 2 * sequence.context_len * sequence.query_len * params.num_heads * params.head_dim;
+    work += 2 * num_keys(sequence) * sequence.query_len * params.num_heads * params.head_dim;
   }
   const int64_t useful_threads =
       std::clamp<int64_t>(work / kWorkPerThread, 1, std::max<int64_t>(1, num_threads));
@@ -61,9 +68,10 @@ void Schedule::cut(int64_t num_threads, int64_t head_divisor) {
   num_pieces_ = num_merges_ = partials_size_ = most_records_ = 0;
   const int64_t group = params_.num_heads / params_.num_kv_heads;
   const int64_t output_size = params_.num_tokens * params_.num_heads * params_.head_dim;
-  const int64_t element_size = params_.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t output_bytes = output_size * element_size(params_.dtype);
   const int64_t most_partials =
-      (kMostPartialBytes + 2 * output_size * element_size) / static_cast<int64_t>(sizeof(float));
+      (kMostPartialBytes + 2 * output_bytes) / static_cast<int64_t>(sizeof(float));
+  const int64_t key_bytes = params_.head_dim * element_size(params_.cache_dtype);
 
   for (const Sequence& sequence : sequences_) {
     const int64_t rows = sequence.query_len * group;
@@ -71,19 +79,18 @@ void Schedule::cut(int64_t num_threads, int64_t head_divisor) {
     cut.num_row_tiles = ceil_div(rows, kMostTileRows);
     cut.tile_rows = ceil_div(rows, cut.num_row_tiles);
     const int64_t most_heads = std::clamp<int64_t>(
-        std::min(kMostRecords / cut.tile_rows, kMostKeyBytes / (params_.head_dim * element_size)),
-        1, params_.num_kv_heads);
+        std::min(kMostRecords / cut.tile_rows, kMostKeyBytes / key_bytes), 1, params_.num_kv_heads);
     cut.num_head_groups = ceil_div(params_.num_kv_heads, ceil_div(most_heads, head_divisor));
     cut.piece_heads = ceil_div(params_.num_kv_heads, cut.num_head_groups);
     cut.num_head_groups = ceil_div(params_.num_kv_heads, cut.piece_heads);
     cut.chunk_tokens = round_up(
-        std::max(kLeastChunkTokens, ceil_div(sequence.context_len, kMostChunks)), kTileTokens);
-    cut.num_chunks = ceil_div(sequence.context_len, cut.chunk_tokens);
+        std::max(kLeastChunkTokens, ceil_div(num_keys(sequence), kMostChunks)), kTileTokens);
+    cut.num_chunks = ceil_div(num_keys(sequence), cut.chunk_tokens);
     most_records_ = std::max(most_records_, cut.tile_rows * cut.piece_heads);
     cuts_.push_back(cut);
   }
 
-  const auto work = [&](size_t i) { return sequences_[i].context_len * cuts_[i].num_row_tiles; };
+  const auto work = [&](size_t i) { return num_keys(sequences_[i]) * cuts_[i].num_row_tiles; };
   int64_t total_work = 0;
   for (size_t i = 0; i < cuts_.size(); ++i) total_work += work(i);
 
@@ -135,6 +142,7 @@ Schedule::Assignment Schedule::assignment(int64_t index, float* partials) const 
   piece.blocks = sequence.blocks;
   piece.context_len = sequence.context_len;
   piece.query_len = sequence.query_len;
+  piece.first_key = sequence.first_key;
   piece.q_offset = sequence.q_offset;
   piece.out_offset = sequence.out_offset;
   piece.lse_offset = sequence.lse_offset;

@@ -1,6 +1,7 @@
-// Who computes what: a batch cut into pieces. Which chunks a sequence has depends on its own length
-// only, and chunks are merged in their order wherever they were computed, so that the cut never
-// shows in the result.
+// Who computes what: a batch cut into pieces. Which chunks and row tiles a sequence has depends on
+// its own length and queries and the call's options only, and chunks are merged in their order
+// wherever they were computed. What the batch and the threads do decide, which KV heads share a
+// piece and whether chunks are pieces of their own, never shows in the result.
 #pragma once
 
 #include <atomic>
@@ -16,6 +17,7 @@ struct Sequence {
   const int32_t* blocks;  // its row of the block table
   int64_t context_len;
   int64_t query_len;
+  int64_t first_key;  // that any of its queries sees
   int64_t q_offset;
   int64_t out_offset;
   int64_t lse_offset;

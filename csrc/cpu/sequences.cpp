@@ -35,7 +35,10 @@ void fill_elements(void* data, int64_t offset, int64_t count, Bits bits) {
   std::fill(begin, begin + count, bits);
 }
 
-void fill(const DecodeParams& p, const Tokens& tokens, float value, float lse) {
+// Writes value to the tokens' rows of the output and, to those of the lse, lses[h] for head h or
+// lse where that is null.
+void fill(const DecodeParams& p, const Tokens& tokens, float value, float lse,
+          const float* lses = nullptr) {
   const bool is_nan = value != value;
   for (int64_t t = 0; t < tokens.count; ++t) {
     for (int64_t h = 0; h < p.num_heads; ++h) {
@@ -47,21 +50,24 @@ void fill(const DecodeParams& p, const Tokens& tokens, float value, float lse) {
         fill_elements<uint16_t>(p.out, offset, p.head_dim, is_nan ? nan : 0);
       }
       if (p.lse != nullptr) {
-        p.lse[tokens.lse_offset + t * p.lse_strides.token + h * p.lse_strides.head] = lse;
+        p.lse[tokens.lse_offset + t * p.lse_strides.token + h * p.lse_strides.head] =
+            lses != nullptr ? lses[h] : lse;
       }
     }
   }
 }
 
-// Whether the table's live part is there and holds blocks of the pool only.
-bool is_readable(const DecodeParams& p, const int32_t* blocks, int64_t context_len) {
+// Whether the table reaches to the context's end and all blocks from first_key on are in the pool.
+bool is_readable(const DecodeParams& p, const int32_t* blocks, int64_t first_key,
+                 int64_t context_len) {
   const int64_t live = (context_len - 1) / p.block_size + 1;
   if (live > p.max_blocks) return false;
   // As unsigned numbers negative ids are beyond any pool.
   const auto limit = static_cast<uint32_t>(
       std::min<int64_t>(p.num_blocks, std::numeric_limits<int32_t>::max() + int64_t{1}));
   bool is_bad = false;
-  for (int64_t i = 0; i < live; ++i) is_bad |= static_cast<uint32_t>(blocks[i]) >= limit;
+  for (int64_t i = first_key / p.block_size; i < live; ++i)
+    is_bad |= static_cast<uint32_t>(blocks[i]) >= limit;
   return !is_bad;
 }
 
@@ -70,16 +76,17 @@ void add_sequence(const DecodeParams& p, int64_t index, const Tokens& tokens,
   if (tokens.count == 0) return;
   const int64_t context_len = p.context_lens[index];
   if (context_len <= 0) {
-    fill(p, tokens, 0.0f, -kInfinity);
+    fill(p, tokens, 0.0f, -kInfinity, static_cast<const float*>(p.sinks));
     return;
   }
   const int32_t* blocks = p.block_tables + index * p.table_stride;
-  if (!is_readable(p, blocks, context_len)) {
+  const int64_t first_key = p.first_visible_key(context_len, tokens.count);
+  if (!is_readable(p, blocks, first_key, context_len)) {
     fill(p, tokens, kNaN, kNaN);
     return;
   }
-  sequences.push_back(
-      {blocks, context_len, tokens.count, tokens.q_offset, tokens.out_offset, tokens.lse_offset});
+  sequences.push_back({blocks, context_len, tokens.count, first_key, tokens.q_offset,
+                       tokens.out_offset, tokens.lse_offset});
 }
 
 // Sequence b owns the rows between the greatest of cu_seqlens_q[0 ... b] and of [0 ... b + 1], each

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "dot.h"
+#include "rows.h"
 
 namespace paged_attn::cpu {
 namespace {
@@ -78,28 +79,53 @@ class Prefetcher {
   const char* run_end_ = nullptr;
 };
 
-// e^x within 2 ulp for x <= 0, exactly 1 at 0; 0 below -87, where fp32 runs out of normal numbers.
-inline Vec exp_nonpositive(Vec x) {
-  const Vec lowest = broadcast(-87.0f);
+// e^x = power * (1 + rest), for x in [-87, 88].
+struct Exponential {
+  Vec power;  // of two
+  Vec rest;
+};
+inline Exponential exponential(Vec x) {
   const Vec round = broadcast(12582912.0f);  // 1.5 * 2^23: integers end up in the low bits
-  const Vec y = max(lowest, x);
-  const Vec shifted = fma(y, broadcast(1.44269504f), round);
+  const Vec shifted = fma(x, broadcast(1.44269504f), round);
   const Vec n = sub(shifted, round);
   // ln 2 in two parts, the first short enough for its multiples to be exact.
-  Vec r = fma(n, broadcast(-0.693359375f), y);
+  Vec r = fma(n, broadcast(-0.693359375f), x);
   r = fma(n, broadcast(2.12194440e-4f), r);
   // (e^r - 1 - r) / r^2, fitted for the least relative error of e^r on |r| <= ln(2) / 2.
   Vec p = fma(broadcast(1.381418173e-03f), r, broadcast(8.368922699e-03f));
   p = fma(p, r, broadcast(4.166840793e-02f));
   p = fma(p, r, broadcast(1.666651893e-01f));
   p = fma(p, r, broadcast(4.999999333e-01f));
-  p = add(fma(p, mul(r, r), r), broadcast(1.0f));
-  return zero_where_less(x, lowest, mul(p, exponent_from_mantissa(shifted)));
+  return {exponent_from_mantissa(shifted), fma(p, mul(r, r), r)};
+}
+
+// e^x within 2 ulp for x <= 0, exactly 1 at 0; 0 below -87, where fp32 runs out of normal numbers.
+inline Vec exp_nonpositive(Vec x) {
+  const Vec lowest = broadcast(-87.0f);
+  const Exponential e = exponential(max(lowest, x));
+  return zero_where_less(x, lowest, mul(add(e.rest, broadcast(1.0f)), e.power));
 }
 inline float exp_nonpositive(float x) {
   float result[kWidth];
   store(result, exp_nonpositive(broadcast(x)));
   return result[0];
+}
+
+// Within 3 ulp, also near 0; NaN for NaN.
+inline Vec tanh(Vec x) {
+  const Vec zero = broadcast(0.0f);
+  const Vec one = broadcast(1.0f);
+  const Vec magnitude = max(x, sub(zero, x));
+  // tanh is 1 in fp32 from 9.1 on: nothing overflows above -40.
+  const Exponential e = exponential(max(broadcast(-40.0f), mul(broadcast(-2.0f), magnitude)));
+  const Vec power = fma(e.power, e.rest, e.power);
+  const Vec one_minus_power = sub(sub(one, e.power), mul(e.power, e.rest));
+  // (1 - e^y) / (1 + e^y) keeps the digits of small numbers, 1 - 2 e^y / (1 + e^y) those of large.
+  const Vec limit = broadcast(0.625f);
+  const Vec numerator = where_less(magnitude, limit, one_minus_power, mul(broadcast(2.0f), power));
+  const Vec quotient = divide(numerator, add(one, power));
+  const Vec result = where_less(magnitude, limit, quotient, sub(one, quotient));
+  return where_less(x, zero, sub(zero, result), result);
 }
 
 // Compilers would rather load an operand once for each use: loads are what runs out first.
@@ -177,6 +203,31 @@ void compute_logits(const typename Dot<T>::Query* q, int64_t q_stride, const Cac
       }
     }
   }
+}
+
+// How q . k becomes a row's logit; see paged_attn/reference.py.
+struct LogitOptions {
+  float k_scale;
+  float scale;
+  float softcap;   // 0: none
+  float slope;     // ALiBi's
+  float distance;  // from the query to the row's first logit's key
+};
+
+// Applies them to a row's logits, up to end and on to a whole vector, and hides those before begin.
+inline void apply_options(float* logits, int64_t begin, int64_t end, const LogitOptions& options) {
+  static const float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Vec slope = broadcast(options.slope);
+  const Vec softcap = broadcast(options.softcap);
+  const Vec lanes = load(kLanes);
+  for (int64_t t = 0; t < end; t += kWidth) {
+    // Two factors: their product may overflow where the logit does not.
+    Vec x = mul(mul(load(logits + t), broadcast(options.k_scale)), broadcast(options.scale));
+    if (options.softcap > 0.0f) x = mul(softcap, tanh(divide(x, softcap)));
+    const Vec distance = add(broadcast(options.distance + static_cast<float>(t)), lanes);
+    store(logits + t, fma(slope, distance, x));
+  }
+  for (int64_t t = 0; t < smaller(begin, end); ++t) logits[t] = -INFINITY;
 }
 
 // Turns the first num_visible logits of a row into weights e^(scale * logit - maximum), the others

@@ -27,6 +27,21 @@ inline Vec load(const BFloat16* p) {
                        10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
   return _mm256_castsi256_ps(_mm256_shuffle_epi8(bits, places));
 }
+// fp8 takes the way over half, of which float8_e5m2 is the upper byte.
+inline __m128i load_fp8(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+inline Vec load(const Float8E5M2* p) {
+  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), load_fp8(p)));
+}
+inline Vec load(const Float8E4M3* p) {
+  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN: one
+  // more would carry into the bit that half has more.
+  const __m128i sign_and_magnitude = _mm_set1_epi16(static_cast<int16_t>(0xbf80));
+  const __m128i bits =
+      _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(load_fp8(p)), 7), sign_and_magnitude);
+  const __m128i carry =
+      _mm_and_si128(_mm_add_epi16(bits, _mm_set1_epi16(0x80)), _mm_set1_epi16(0x4000));
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(bits, carry)), _mm256_set1_ps(256.0f));
+}
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -37,6 +52,10 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), y);
+}
+// a where x < limit, else b.
+inline Vec where_less(Vec x, Vec limit, Vec a, Vec b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
 }
 // 2^n, where n is an integer in [-126, 127] held in the low bits of x's mantissa.
 inline Vec exponent_from_mantissa(Vec x) {

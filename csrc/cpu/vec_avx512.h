@@ -21,6 +21,26 @@ inline Vec load(const BFloat16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+// fp8 takes the way over half, of which float8_e5m2 is the upper byte.
+inline Vec widen_e5m2(__m128i bytes) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+}
+inline Vec widen_e4m3(__m128i bytes) {
+  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN: one
+  // more would carry into the bit that half has more.
+  const __m256i sign_and_magnitude = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  const __m256i bits =
+      _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), sign_and_magnitude);
+  const __m256i carry =
+      _mm256_and_si256(_mm256_add_epi16(bits, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(bits, carry)), _mm512_set1_ps(256.0f));
+}
+inline Vec load(const Float8E5M2* p) {
+  return widen_e5m2(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vec load(const Float8E4M3* p) {
+  return widen_e4m3(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 
 // The last eight elements of a head dim that is an odd multiple of eight; zeros above.
@@ -33,6 +53,12 @@ inline Vec load_low8(const BFloat16* p) {
   const __m256i bits = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+inline Vec load_low8(const Float8E5M2* p) {
+  return widen_e5m2(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vec load_low8(const Float8E4M3* p) {
+  return widen_e4m3(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
 
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
@@ -42,6 +68,10 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), y);
+}
+// a where x < limit, else b.
+inline Vec where_less(Vec x, Vec limit, Vec a, Vec b) {
+  return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), a);
 }
 // 2^n, where n is an integer in [-126, 127] held in the low bits of x's mantissa.
 inline Vec exponent_from_mantissa(Vec x) {

@@ -9,6 +9,7 @@ namespace {
 using Vec = float __attribute__((vector_size(16)));
 using IntVec = int32_t __attribute__((vector_size(16)));
 using ShortVec = uint16_t __attribute__((vector_size(8)));
+using ByteVec = uint8_t __attribute__((vector_size(4)));
 constexpr int kWidth = 4;
 
 // Rows times tokens of logits, and rows times vectors of output, that are accumulated at once.
@@ -26,8 +27,9 @@ inline IntVec as_int(Vec x) {
   std::memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
+template <typename Elements>
 inline IntVec load_bits(const void* p) {
-  ShortVec bits;
+  Elements bits;
   std::memcpy(&bits, p, sizeof(bits));
   return __builtin_convertvector(bits, IntVec);
 }
@@ -37,8 +39,7 @@ inline Vec load(const float* p) {
   std::memcpy(&x, p, sizeof(x));
   return x;
 }
-inline Vec load(const Half* p) {
-  const IntVec bits = load_bits(p);
+inline Vec half_from_bits(IntVec bits) {
   const IntVec sign = (bits & 0x8000) << 16;
   const IntVec magnitude = bits & 0x7fff;
   const IntVec normal = (magnitude << 13) + ((127 - 15) << 23);
@@ -51,7 +52,17 @@ inline Vec load(const Half* p) {
   return as_float(sign | (is_subnormal & subnormal) | (is_special & special) |
                   (~(is_subnormal | is_special) & normal));
 }
-inline Vec load(const BFloat16* p) { return as_float(load_bits(p) << 16); }
+inline Vec load(const Half* p) { return half_from_bits(load_bits<ShortVec>(p)); }
+inline Vec load(const BFloat16* p) { return as_float(load_bits<ShortVec>(p) << 16); }
+// fp8 takes the way over half, of which float8_e5m2 is the upper byte.
+inline Vec load(const Float8E5M2* p) { return half_from_bits(load_bits<ByteVec>(p) << 8); }
+inline Vec load(const Float8E4M3* p) {
+  // One bit of exponent less than half, of a bias that is less by 8. All ones is its only NaN: one
+  // more would carry into the bit that half has more.
+  const IntVec bytes = load_bits<ByteVec>(p);
+  const IntVec bits = (bytes & 0x80) << 8 | (bytes & 0x7f) << 7;
+  return half_from_bits(bits | ((bits + 0x80) & 0x4000)) * broadcast(256.0f);
+}
 inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof(x)); }
 
 inline Vec add(Vec a, Vec b) { return a + b; }
@@ -64,6 +75,8 @@ inline Vec select(IntVec mask, Vec a, Vec b) {
 // b where either is NaN.
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec zero_where_less(Vec x, Vec limit, Vec y) { return as_float(~(x < limit) & as_int(y)); }
+// a where x < limit, else b.
+inline Vec where_less(Vec x, Vec limit, Vec a, Vec b) { return select(x < limit, a, b); }
 // 2^n, where n is an integer in [-126, 127] held in the low bits of x's mantissa.
 inline Vec exponent_from_mantissa(Vec x) {
   // Unsigned: the bits above the exponent are shifted out.
