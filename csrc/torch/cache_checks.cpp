@@ -337,6 +337,7 @@ MergeStatesParams check_merge_states(const std::vector<Tensor>& outs,
     lse.expect_shape_of(out, rank - 1);
     p.num_heads = out.size(rank - 2);
     p.head_dim = out.size(rank - 1);
+    if (p.head_dim < 1) out.fail("of a head dim of at least 1", out.shape());
     p.num_tokens = 1;
     for (int64_t d = 0; d + 2 < rank; ++d) p.num_tokens *= out.size(d);
     out.expect_last_dim_contiguous();
