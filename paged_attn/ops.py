@@ -350,6 +350,9 @@ def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor
         ValueError: An argument of the wrong length, rank, shape, dtype, device or stride.
         RuntimeError: In backward: there is none.
     """
+    if not outs:
+        # Without a tensor there is no device, and the dispatcher does not know what to call.
+        raise ValueError("paged_attn.merge_states: outs must be from 1 to 512 tensors, got 0")
     result: tuple[Tensor, Tensor] = _ops.merge_states(outs, lses)
     return result
 
@@ -486,8 +489,8 @@ _no_backward.define("_no_backward(Tensor gradient) -> Tensor")
 
 def _raise_in_backward(_gradient: Tensor) -> Tensor:
     raise RuntimeError(
-        "paged_attn.decode is forward only: it has no backward. Call it under "
-        "torch.inference_mode() or torch.no_grad(), or detach its inputs"
+        "paged_attn's ops are forward only: there is no backward. Call them under "
+        "torch.inference_mode() or torch.no_grad(), or detach their inputs"
     )
 
 
@@ -509,6 +512,46 @@ for _name in ("decode", "decode_with_lse"):
     torch.library.register_autograd(
         f"paged_attn::{_name}", _backward, setup_context=_remember_inputs
     )
+
+
+def _remember_lists(ctx: Any, inputs: tuple[list[Tensor], ...], **_others: Any) -> None:
+    ctx.lengths = [len(tensors) for tensors in inputs]
+
+
+def _backward_of_lists(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
+    first, *rest = ctx.lengths
+    return ([_ops._no_backward(gradient)] * first, *([None] * length for length in rest))
+
+
+torch.library.register_autograd(
+    "paged_attn::merge_states", _backward_of_lists, setup_context=_remember_lists
+)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """The identity, with a backward that raises: torch's own way is not for ops that write."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.num_inputs = len(inputs)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, *[_ops._no_backward(gradients[0])] * ctx.num_inputs)
+
+
+def _append_decode_with_gradients(*args: Any, **options: Any) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        out: Tensor = _ops.append_decode(*args, **options)
+    inputs = [t for t in args[:3] if t.requires_grad] if torch.is_grad_enabled() else []
+    if inputs:
+        out = _ForwardOnly.apply(out, *inputs)
+    return out
+
+
+_autograd_registrations = torch.library.Library("paged_attn", "IMPL", "Autograd")
+_autograd_registrations.impl("append_decode", _append_decode_with_gradients)
 
 
 def _raise_without_cuda(*_args: Any, **_options: Any) -> Any:

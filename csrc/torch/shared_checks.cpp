@@ -48,15 +48,14 @@ DType check_caches(const Argument& k_cache, const Argument& v_cache, const Argum
     cache->expect_last_dim_contiguous();
     cache->expect_aligned_rows();
   }
-  v_cache.expect_dtype(k_cache.dtype());
   const bool is_e4m3 = k_cache.dtype() == aoti_torch_dtype_float8_e4m3fn();
-  if (is_e4m3 || k_cache.dtype() == aoti_torch_dtype_float8_e5m2()) {
-    if (data.dtype() == aoti_torch_dtype_float32()) {
-      data.fail("float16 or bfloat16 with an fp8 cache", "float32");
-    }
-    return is_e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
+  const bool is_fp8 = is_e4m3 || k_cache.dtype() == aoti_torch_dtype_float8_e5m2();
+  if (is_fp8 && data.dtype() == aoti_torch_dtype_float32()) {
+    data.fail("float16 or bfloat16 with an fp8 cache", "float32");
   }
-  k_cache.expect_dtype(data.dtype());
+  if (!is_fp8) k_cache.expect_dtype(data.dtype());
+  v_cache.expect_dtype(k_cache.dtype());
+  if (is_fp8) return is_e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
   return check_float_dtype(k_cache);
 }
 
