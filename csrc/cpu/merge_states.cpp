@@ -45,23 +45,42 @@ float weigh(const MergeStatesParams& p, int64_t token, int64_t head, Share* shar
   return num_shares == 0 ? -kInfinity : largest + std::log(sum);
 }
 
+// kStep elements of a row, from d on. Rows need not be multiples of a step.
+template <typename T>
+void load_step(const T* row, int64_t d, int64_t head_dim, float* values) {
+  if (head_dim - d >= kStep) {
+    widen8(row + d, values);
+    return;
+  }
+  T elements[kStep] = {};
+  std::memcpy(elements, row + d, static_cast<size_t>(head_dim - d) * sizeof(T));
+  widen8(elements, values);
+}
+
+template <typename T>
+void store_step(const float* values, int64_t d, int64_t head_dim, T* row) {
+  T elements[kStep];
+  narrow8(values, elements);
+  const int64_t count = std::min(kStep, head_dim - d);
+  if (count == kStep) {
+    std::memcpy(row + d, elements, sizeof(elements));
+  } else {
+    std::memcpy(row + d, elements, static_cast<size_t>(count) * sizeof(T));
+  }
+}
+
 template <typename T>
 void merge_row(const Share* shares, int64_t num_shares, float sum, T* out, int64_t head_dim) {
   const float factor = num_shares == 0 ? 0.0f : 1.0f / sum;
   for (int64_t d = 0; d < head_dim; d += kStep) {
-    // Rows need not be multiples of a step.
-    const auto bytes = static_cast<size_t>(std::min(kStep, head_dim - d)) * sizeof(T);
     float total[kStep] = {};
-    T elements[kStep] = {};
     for (int64_t i = 0; i < num_shares; ++i) {
-      std::memcpy(elements, static_cast<const T*>(shares[i].row) + d, bytes);
       float values[kStep];
-      widen8(elements, values);
+      load_step(static_cast<const T*>(shares[i].row), d, head_dim, values);
       for (int64_t j = 0; j < kStep; ++j) total[j] += shares[i].weight * values[j];
     }
     for (float& x : total) x *= factor;
-    narrow8(total, elements);
-    std::memcpy(out + d, elements, bytes);
+    store_step(total, d, head_dim, out);
   }
 }
 

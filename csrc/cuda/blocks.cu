@@ -26,21 +26,46 @@ struct PoolsParams {
   int64_t chunks;  // of each block: what a thread block copies at a time
 };
 
+// The block's share of a run of contiguous pieces: those from `first` on, kUnroll a thread.
+template <typename Piece>
+__device__ __forceinline__ void copy_run(const Piece* from, Piece* to, int64_t first,
+                                         int64_t pieces) {
+  Piece values[kUnroll];
+#pragma unroll
+  for (int j = 0; j < kUnroll; ++j) {
+    if (first + j * kThreads < pieces) values[j] = from[first + j * kThreads];
+  }
+#pragma unroll
+  for (int j = 0; j < kUnroll; ++j) {
+    if (first + j * kThreads < pieces) to[first + j * kThreads] = values[j];
+  }
+}
+
+// The same of a block that lies in several runs.
+template <typename Piece>
+__device__ __forceinline__ void copy_runs(const BlockLayout& layout, const char* from, char* to,
+                                          int64_t first, int64_t pieces) {
+  const int64_t run_pieces = layout.run / static_cast<int64_t>(sizeof(Piece));
+#pragma unroll 1
+  for (int j = 0; j < kUnroll; ++j) {
+    const int64_t piece = first + j * kThreads;
+    if (piece >= pieces) return;
+    const int64_t run = quotient(piece, run_pieces), outer = quotient(run, layout.inner);
+    const int64_t offset = outer * layout.outer_stride +
+                           (run - outer * layout.inner) * layout.inner_stride +
+                           (piece - run * run_pieces) * static_cast<int64_t>(sizeof(Piece));
+    *reinterpret_cast<Piece*>(to + offset) = *reinterpret_cast<const Piece*>(from + offset);
+  }
+}
+
 // blockIdx.y is the cache.
 template <typename Piece, int kMostPools>
 __global__ void __launch_bounds__(kThreads)
     copy_blocks_kernel(const __grid_constant__ PoolsParams<kMostPools> p) {
-  constexpr int64_t kBytes = sizeof(Piece);
   const BlockPool& pool = p.pools[blockIdx.y];
   const BlockLayout& layout = pool.layout;
-  const int64_t run_pieces = layout.run / kBytes;
-  const int64_t pieces = layout.outer * layout.inner * run_pieces;
-  const auto offset_of = [&](int64_t piece) {
-    if (pieces == run_pieces) return piece * kBytes;
-    const int64_t run = quotient(piece, run_pieces), outer = quotient(run, layout.inner);
-    return outer * layout.outer_stride + (run - outer * layout.inner) * layout.inner_stride +
-           (piece - run * run_pieces) * kBytes;
-  };
+  const int64_t num_runs = layout.outer * layout.inner;
+  const int64_t pieces = num_runs * layout.run / static_cast<int64_t>(sizeof(Piece));
   for (int64_t i = blockIdx.x; i < p.num_pairs * p.chunks; i += gridDim.x) {
     const int64_t pair = quotient(i, p.chunks), chunk = i - pair * p.chunks;
     const int64_t source = p.block_mapping[2 * pair];
@@ -51,18 +76,10 @@ __global__ void __launch_bounds__(kThreads)
     const char* from = pool.data + source * pool.block_stride;
     char* to = pool.data + destination * pool.block_stride;
     const int64_t first = chunk * (kThreads * kUnroll) + threadIdx.x;
-    Piece values[kUnroll];
-    int64_t offsets[kUnroll];
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int64_t piece = first + j * kThreads;
-      if (piece >= pieces) continue;
-      offsets[j] = offset_of(piece);
-      values[j] = *reinterpret_cast<const Piece*>(from + offsets[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (first + j * kThreads < pieces) *reinterpret_cast<Piece*>(to + offsets[j]) = values[j];
+    if (num_runs == 1) {
+      copy_run(reinterpret_cast<const Piece*>(from), reinterpret_cast<Piece*>(to), first, pieces);
+    } else {
+      copy_runs<Piece>(layout, from, to, first, pieces);
     }
   }
 }

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 
     float sum = 0.f;
     float merged[kElements] = {};
-#pragma unroll 4
+#pragma unroll 2
     for (int s = 0; s < num_states; ++s) {
       const float lse = lse_of(s);
       // Such a state's row may hold anything.
