@@ -89,34 +89,114 @@ struct DecodeParams {
   }
 };
 
-// reshape_and_cache: row t of key and value goes to slot slot_mapping[t] = block * block_size +
-// offset; slots outside [0, num_blocks * block_size) are skipped. The caches store the value over
-// its scale, in fp8 saturated at the largest finite value.
-struct ReshapeAndCacheParams {
-  const void* key;           // [>= T, G, D]
-  const void* value;         // [>= T, G, D]
-  void* k_cache;             // [N, S, G, D]
-  void* v_cache;             // [N, S, G, D]
-  const void* slot_mapping;  // [T], int64 or int32
+// reshape_and_cache and append_kv: every token of key and value goes to one slot of the caches.
+// With slot_mapping, row t goes to slot slot_mapping[t] = block * block_size + offset. Without,
+// token t of the query_len tokens of sequence b goes to position context_lens[b] - query_len + t,
+// found in row b of block_tables. Slots and positions that do not exist, ids outside the pool and
+// sequences with a bad cu_seqlens_q are skipped. The caches store the value over its scale, in fp8
+// saturated at the largest finite value.
+struct WriteKvParams {
+  const void* key;              // [B, Q, G, D] or, ragged or with slot_mapping, [>= T, G, D]
+  const void* value;            // like key
+  void* k_cache;                // [N, S, G, D]
+  void* v_cache;                // [N, S, G, D]
+  const void* slot_mapping;     // [T], int64 or int32; null: the next three say where
+  const int32_t* block_tables;  // [B, M], row stride table_stride
+  const int32_t* context_lens;  // [B]; the new tokens included
+  const int32_t* cu_seqlens_q;  // [B + 1], or null: every sequence has query_len tokens
 
-  int64_t key_token_stride;
-  int64_t key_head_stride;
-  int64_t value_token_stride;
-  int64_t value_head_stride;
+  TokenStrides key_strides;
+  TokenStrides value_strides;
   CacheStrides k_strides;
   CacheStrides v_strides;
   CacheScale k_scale;
   CacheScale v_scale;
+  int64_t table_stride;
 
-  int64_t num_tokens;  // T
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t num_blocks;
-  int64_t block_size;
+  int64_t num_tokens;    // T
+  int64_t batch_size;    // B
+  int64_t query_len;     // Q when uniform, 0 when ragged or with slot_mapping
+  int64_t max_blocks;    // M
+  int64_t num_kv_heads;  // G
+  int64_t head_dim;      // D
+  int64_t num_blocks;    // N
+  int64_t block_size;    // S
 
   bool slots_are_int64;
   DType dtype;        // of key and value
   DType cache_dtype;  // of the caches: dtype or fp8
+};
+
+// Tensors whose first dimension counts blocks, for whole blocks on their way. Here sizes and
+// strides are bytes: what the elements mean does not matter.
+
+// Where the bytes of one block are: `outer` times `inner` runs of contiguous bytes.
+struct BlockLayout {
+  int64_t outer;
+  int64_t outer_stride;
+  int64_t inner;
+  int64_t inner_stride;
+  int64_t run;
+};
+
+struct BlockPool {
+  char* data;
+  int64_t block_stride;
+  BlockLayout layout;
+};
+
+// copy_blocks: in every pool the block block_mapping[i, 0] is copied to block_mapping[i, 1]; a pair
+// with an id outside [0, num_blocks) is skipped.
+struct CopyBlocksParams {
+  const BlockPool* pools;  // [num_pools], in host memory
+  int64_t num_pools;
+  const int64_t* block_mapping;  // [num_pairs, 2]
+  int64_t num_pairs;
+  int64_t num_blocks;
+  int64_t alignment;  // all runs, their addresses and strides are multiples of it: 1 ... 16
+};
+
+// swap_blocks: `count` neighbouring blocks from `source` on go to `destination` and the blocks
+// behind it.
+struct BlockRun {
+  int64_t source;
+  int64_t destination;
+  int64_t count;
+};
+
+// A tensor of blocks and the one that they go to. Each block is block_bytes contiguous bytes.
+struct SwapPair {
+  const char* source;
+  char* destination;
+  int64_t source_stride;
+  int64_t destination_stride;
+  int64_t block_bytes;
+};
+
+// merge_states: attention over disjoint sets of keys, from each set's normalised output and the
+// natural logarithm of its softmax denominator. At most kMaxStates at once: kernels take them as
+// parameters.
+constexpr int64_t kMaxStates = 512;
+
+struct AttentionState {
+  const void* out;   // [T, H, D]
+  const float* lse;  // [T, H]
+  int64_t out_token_stride;
+  int64_t out_head_stride;
+  int64_t lse_token_stride;
+  int64_t lse_head_stride;
+};
+
+struct MergeStatesParams {
+  const AttentionState* states;  // [num_states], in host memory
+  int64_t num_states;            // P, from 1 to kMaxStates
+  void* out;                     // [T, H, D], contiguous
+  float* lse;                    // [T, H], contiguous
+
+  int64_t num_tokens;  // T, the product of all dimensions before H
+  int64_t num_heads;   // H
+  int64_t head_dim;    // D, any
+  DType dtype;         // of all outs
 };
 
 }  // namespace paged_attn

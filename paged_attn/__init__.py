@@ -5,7 +5,17 @@ from importlib.metadata import PackageNotFoundError, version
 from . import _library as _library
 from . import reference as reference
 from ._block_manager import BlockManager, OutOfBlocks, UnknownSequence
-from .ops import decode, decode_with_lse, reshape_and_cache, set_checks
+from .ops import (
+    append_decode,
+    append_kv,
+    copy_blocks,
+    decode,
+    decode_with_lse,
+    merge_states,
+    reshape_and_cache,
+    set_checks,
+    swap_blocks,
+)
 
 try:
     __version__ = version("paged-attn")
@@ -16,9 +26,14 @@ __all__ = [
     "BlockManager",
     "OutOfBlocks",
     "UnknownSequence",
+    "append_decode",
+    "append_kv",
+    "copy_blocks",
     "decode",
     "decode_with_lse",
+    "merge_states",
     "reference",
     "reshape_and_cache",
     "set_checks",
+    "swap_blocks",
 ]

@@ -136,23 +136,225 @@ def decode_with_lse(
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Writes new tokens' keys and values into their slots of a paged cache.
 
     Args:
-        key: [T', G, D] with T' >= T, the cache's dtype; last dim contiguous, other strides free.
+        key: [T', G, D] with T' >= T; float16, bfloat16 or float32; last dim contiguous, other
+            strides free.
         value: Like `key`.
-        k_cache: [N, S, G, D], written in place; last dim contiguous, other strides free.
-        v_cache: Like `k_cache`.
+        k_cache: [N, S, G, D], written in place; key's dtype, or float8_e4m3fn or float8_e5m2 with
+            float16 or bfloat16 keys; last dim contiguous, other strides free.
+        v_cache: Like `k_cache`, with strides of its own.
         slot_mapping: [T] int64 or int32: row t goes to slot block * S + offset. Slots below 0 and
             from N * S on are skipped. What two rows of one slot leave there is undefined.
+        k_scale: [], [1] or [G] float32: the cache stores key / k_scale, rounded to the nearest,
+            ties to even; in float8 saturated at the largest finite value, and NaN stays NaN.
+        v_scale: Like `k_scale`, for `value`.
 
     Raises:
         ValueError: An argument of the wrong rank, shape, dtype, device or stride.
         IndexError: With checks on: a slot from N * S on.
     """
-    _ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+    _ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def append_kv(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes each sequence's newest tokens behind its older ones, through its block table.
+
+    Token t of a sequence's Q goes to position context_len - Q + t. Positions below 0 or past M * S,
+    positions in a block outside [0, N) and sequences with a bad `cu_seqlens_q` are skipped.
+
+    Args:
+        key: [B, G, D], [B, Q, G, D] or, with `cu_seqlens_q`, [T, G, D]; else as in
+            `reshape_and_cache`.
+        value: Like `key`.
+        k_cache: As in `reshape_and_cache`.
+        v_cache: As in `reshape_and_cache`.
+        block_tables: [B, M] int32, as in `decode`. No two sequences may share a block that new
+            tokens go to: what they leave there is undefined.
+        context_lens: [B] int32: tokens in the cache, the new ones included.
+        cu_seqlens_q: [B + 1] int32: sequence b owns the rows cu_seqlens_q[b] to
+            cu_seqlens_q[b + 1] of key and value. Rows of no sequence are skipped.
+        k_scale: As in `reshape_and_cache`.
+        v_scale: As in `reshape_and_cache`.
+
+    Raises:
+        ValueError: An argument of the wrong rank, shape, dtype, device or stride.
+        IndexError: With checks on: a context length beyond M * S, a bad block id where a token
+            goes, or a bad `cu_seqlens_q` entry.
+    """
+    _ops.append_kv(
+        key,
+        value,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        cu_seqlens_q,
+        k_scale,
+        v_scale,
+    )
+
+
+def append_decode(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    max_query_len: int = 0,
+    causal: bool = True,
+    window: int = -1,
+    softcap: float = 0.0,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`append_kv`, then `decode`, as one op.
+
+    Args:
+        q: As in `decode`, as all that is not named here.
+        key: As in `append_kv`, of q's dtype and tokens.
+        value: Like `key`.
+        k_cache: As in `append_kv`.
+        v_cache: As in `append_kv`.
+        block_tables: As in `append_kv`.
+        context_lens: As in `append_kv`.
+        cu_seqlens_q: As in `append_kv`.
+        alibi_slopes: [H] float32: slope * (j - i) is added to the logit of key j for the query at
+            position i.
+        sinks: [H] float32 or q's dtype: a logit that joins each softmax's denominator only.
+        k_scale: [], [1] or [G] float32: K is what the cache holds times this.
+        v_scale: Like `k_scale`, for V.
+        scale: See `decode`.
+        max_query_len: See `decode`.
+        causal: False: every query sees all of its sequence's keys.
+        window: Keys that a query sees, itself included; negative: all.
+        softcap: c > 0 turns a logit s into c * tanh(s / c); 0: off.
+        batch_invariant: Whether a sequence's result must be the same bits in every batch.
+
+    Returns:
+        q's shape and dtype.
+
+    Raises:
+        ValueError: As `append_kv` and `decode`; nothing is written then.
+        IndexError: As `append_kv` and `decode`; nothing is written then.
+        RuntimeError: As `decode`.
+    """
+    result: Tensor = _ops.append_decode(
+        q,
+        key,
+        value,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        cu_seqlens_q,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        scale=scale,
+        max_query_len=max_query_len,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        batch_invariant=batch_invariant,
+    )
+    return result
+
+
+def copy_blocks(k_caches: list[Tensor], v_caches: list[Tensor], block_mapping: Tensor) -> None:
+    """Copies blocks inside every cache, as copy-on-write asks for: one launch for all layers.
+
+    Args:
+        k_caches: One [N, S, G, D] a layer, all of one shape, dtype (any) and device; last dim
+            contiguous, other strides free, each cache's its own.
+        v_caches: As many, of the same shape, dtype and device.
+        block_mapping: [n, 2] int64 on the caches' device: pairs of source and destination. A pair
+            with an id outside [0, N) is skipped. What a block holds that is the destination of two
+            pairs, or source and destination, is undefined.
+
+    Raises:
+        ValueError: An argument of the wrong length, rank, shape, dtype, device or stride.
+        IndexError: With checks on: an id outside [0, N).
+    """
+    _ops.copy_blocks(k_caches, v_caches, block_mapping)
+
+
+def swap_blocks(srcs: list[Tensor], dsts: list[Tensor], block_mapping: Tensor) -> None:
+    """Copies blocks from tensor to tensor: between devices, host and device, or within one.
+
+    On CUDA the copies are queued on the current stream. Those from or to pinned host memory do not
+    wait: keep it alive and untouched until the stream has passed them.
+
+    Args:
+        srcs: Tensors of one shape and dtype (any), on the CPU or a CUDA device. Their first
+            dimension counts blocks, its stride is free; a block is dense in memory.
+        dsts: As many; dsts[i]'s blocks have the shape and strides of those of srcs[i], its number
+            of blocks may differ.
+        block_mapping: [n, 2] int64 on the CPU: pairs of a block in srcs and one in dsts;
+            neighbouring blocks are copied at once. A pair with an id that does not exist is
+            skipped. What a block holds that is the destination of two pairs, or source and
+            destination, is undefined.
+
+    Raises:
+        ValueError: An argument of the wrong length, rank, shape, dtype, device or stride.
+        IndexError: With checks on: an id that does not exist.
+    """
+    _ops.swap_blocks(srcs, dsts, block_mapping)
+
+
+def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, from attention over disjoint sets of them.
+
+    With weights w_p = exp(lse_p - log(sum of exp(lse_p))), out is the sum of w_p * out_p, in fp32.
+    A part whose lse is -inf saw no key: it does not count, whatever its out holds.
+
+    Args:
+        outs: From 1 to 512 parts [..., H, D] of one shape, float16, bfloat16 or float32; last dim
+            contiguous, those before H viewable as one.
+        lses: As many natural logarithms of softmax denominators, [..., H] float32, those before H
+            viewable as one. Give `sinks` to one part only, or the sink counts more than once.
+
+    Returns:
+        (out, lse): outs[0]'s shape and dtype, lses[0]'s shape in float32; 0 and -inf where all
+        parts have -inf. With one part, that part.
+
+    Raises:
+        ValueError: An argument of the wrong length, rank, shape, dtype, device or stride.
+        RuntimeError: In backward: there is none.
+    """
+    if not outs:
+        # Without a tensor there is no device, and the dispatcher does not know what to call.
+        raise ValueError("paged_attn.merge_states: outs must be from 1 to 512 tensors, got 0")
+    result: tuple[Tensor, Tensor] = _ops.merge_states(outs, lses)
+    return result
 
 
 def set_checks(enabled: bool) -> bool:
@@ -175,7 +377,17 @@ def set_checks(enabled: bool) -> bool:
 
 
 _DECODE_ARGUMENTS = ["q", "k_cache", "v_cache", "block_tables", "context_lens", "cu_seqlens_q"]
-_CACHE_ARGUMENTS = ["key", "value", "k_cache", "v_cache", "slot_mapping"]
+_CACHE_ARGUMENTS = ["key", "value", "k_cache", "v_cache"]
+_SCALES = ["k_scale", "v_scale"]
+_WRITE_ARGUMENTS = [*_CACHE_ARGUMENTS, "slot_mapping", *_SCALES]
+_APPEND_ARGUMENTS = [*_CACHE_ARGUMENTS, "block_tables", "context_lens", "cu_seqlens_q", *_SCALES]
+_APPEND_DECODE_ARGUMENTS = [
+    "q",
+    *_APPEND_ARGUMENTS[:-2],
+    "alibi_slopes",
+    "sinks",
+    *_SCALES,
+]
 
 
 def _expect_one_device(op: str, names: list[str], args: tuple[Any, ...], **outputs: Tensor) -> None:
@@ -188,6 +400,13 @@ def _expect_one_device(op: str, names: list[str], args: tuple[Any, ...], **outpu
                 f"paged_attn.{op}: {name} must be on {names[0]}'s device {first}, "
                 f"got {tensor.device}"
             )
+
+
+def _expect_lists_on_one_device(op: str, lists: dict[str, list[Tensor]], **others: Tensor) -> None:
+    named = {f"{name}[{i}]": t for name, tensors in lists.items() for i, t in enumerate(tensors)}
+    named |= others
+    if named:
+        _expect_one_device(op, list(named), tuple(named.values()))
 
 
 @torch.library.register_fake("paged_attn::decode")
@@ -216,7 +435,50 @@ def _(*args: Any, out: Tensor, lse: Tensor, **_options: Any) -> None:
 
 @torch.library.register_fake("paged_attn::reshape_and_cache")
 def _(*args: Any, **_options: Any) -> None:
-    _expect_one_device("reshape_and_cache", _CACHE_ARGUMENTS, args)
+    _expect_one_device("reshape_and_cache", _WRITE_ARGUMENTS, args)
+
+
+@torch.library.register_fake("paged_attn::append_kv")
+def _(*args: Any, **_options: Any) -> None:
+    _expect_one_device("append_kv", _APPEND_ARGUMENTS, args)
+
+
+@torch.library.register_fake("paged_attn::append_decode")
+def _(*args: Any, **_options: Any) -> Tensor:
+    _expect_one_device("append_decode", _APPEND_DECODE_ARGUMENTS, args)
+    q: Tensor = args[0]
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("paged_attn::copy_blocks")
+def _(k_caches: list[Tensor], v_caches: list[Tensor], block_mapping: Tensor) -> None:
+    lists = {"k_caches": k_caches, "v_caches": v_caches}
+    _expect_lists_on_one_device("copy_blocks", lists, block_mapping=block_mapping)
+
+
+@torch.library.register_fake("paged_attn::swap_blocks")
+def _(srcs: list[Tensor], dsts: list[Tensor], block_mapping: Tensor) -> None:
+    # Any mix of real devices is right, and so are meta tensors only.
+    if any(tensor.device.type != "meta" for tensor in (*srcs, *dsts, block_mapping)):
+        for name, tensors in (("srcs", srcs), ("dsts", dsts)):
+            for i, tensor in enumerate(tensors):
+                if tensor.device.type == "meta":
+                    raise ValueError(
+                        f"paged_attn.swap_blocks: {name}[{i}] must be on the CPU or a CUDA device, "
+                        "got meta"
+                    )
+        if block_mapping.device.type != "cpu":
+            raise ValueError(
+                "paged_attn.swap_blocks: block_mapping must be on the CPU, "
+                f"got {block_mapping.device}"
+            )
+
+
+@torch.library.register_fake("paged_attn::merge_states")
+def _(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    _expect_lists_on_one_device("merge_states", {"outs": outs, "lses": lses})
+    shape = outs[0].shape
+    return outs[0].new_empty(shape), outs[0].new_empty(shape[:-1], dtype=torch.float32)
 
 
 # Raising is an op of its own, so that torch.compile can trace through a backward that nobody may
@@ -227,8 +489,8 @@ _no_backward.define("_no_backward(Tensor gradient) -> Tensor")
 
 def _raise_in_backward(_gradient: Tensor) -> Tensor:
     raise RuntimeError(
-        "paged_attn.decode is forward only: it has no backward. Call it under "
-        "torch.inference_mode() or torch.no_grad(), or detach its inputs"
+        "paged_attn's ops are forward only: there is no backward. Call them under "
+        "torch.inference_mode() or torch.no_grad(), or detach their inputs"
     )
 
 
@@ -250,6 +512,46 @@ for _name in ("decode", "decode_with_lse"):
     torch.library.register_autograd(
         f"paged_attn::{_name}", _backward, setup_context=_remember_inputs
     )
+
+
+def _remember_lists(ctx: Any, inputs: tuple[list[Tensor], ...], **_others: Any) -> None:
+    ctx.lengths = [len(tensors) for tensors in inputs]
+
+
+def _backward_of_lists(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
+    first, *rest = ctx.lengths
+    return ([_ops._no_backward(gradient)] * first, *([None] * length for length in rest))
+
+
+torch.library.register_autograd(
+    "paged_attn::merge_states", _backward_of_lists, setup_context=_remember_lists
+)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """The identity, with a backward that raises: torch's own way is not for ops that write."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.num_inputs = len(inputs)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, *[_ops._no_backward(gradients[0])] * ctx.num_inputs)
+
+
+def _append_decode_with_gradients(*args: Any, **options: Any) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        out: Tensor = _ops.append_decode(*args, **options)
+    inputs = [t for t in args[:3] if t.requires_grad] if torch.is_grad_enabled() else []
+    if inputs:
+        out = _ForwardOnly.apply(out, *inputs)
+    return out
+
+
+_autograd_registrations = torch.library.Library("paged_attn", "IMPL", "Autograd")
+_autograd_registrations.impl("append_decode", _append_decode_with_gradients)
 
 
 def _raise_without_cuda(*_args: Any, **_options: Any) -> Any:

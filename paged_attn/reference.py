@@ -25,7 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "decode_with_lse", "reshape_and_cache"]
+__all__ = [
+    "append_decode",
+    "append_kv",
+    "copy_blocks",
+    "decode",
+    "decode_with_lse",
+    "merge_states",
+    "reshape_and_cache",
+    "swap_blocks",
+]
 
 
 def decode(*args: Any, **options: Any) -> Tensor:
@@ -94,16 +103,12 @@ def decode_with_lse(
     out = torch.zeros_like(rows)
     lse = torch.full(rows.shape[:-1], -math.inf, dtype=dtype, device=q.device)
 
-    num_sequences = block_tables.shape[0]
-    if cu_seqlens_q is None:
-        query_len = q.shape[1] if q.dim() == 4 else 1
-        owned = [(b * query_len, (b + 1) * query_len, True) for b in range(num_sequences)]
-    else:
-        owned = _ragged_rows(cu_seqlens_q.tolist(), rows.shape[0])
-        if int(cu_seqlens_q[0]) > rows.shape[0]:
-            # A bad first entry may hide where sequences begin.
-            out[:] = math.nan
-            lse[:] = math.nan
+    query_len = q.shape[1] if q.dim() == 4 else 1
+    owned = _owned_rows(block_tables, query_len, cu_seqlens_q, rows)
+    if cu_seqlens_q is not None and int(cu_seqlens_q[0]) > rows.shape[0]:
+        # A bad first entry may hide where sequences begin.
+        out[:] = math.nan
+        lse[:] = math.nan
 
     for b, (begin, end, good) in enumerate(owned):
         num_queries = end - begin
@@ -173,6 +178,121 @@ def reshape_and_cache(
         cache[blocks, offsets] = stored.to(cache.dtype)
 
 
+def append_kv(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes token t of a sequence's Q at position context_len - Q + t of its block table.
+
+    Args:
+        key: [B, G, D], [B, Q, G, D], or with `cu_seqlens_q` [T, G, D].
+        value: Like `key`.
+        k_cache: See `reshape_and_cache`.
+        v_cache: See `reshape_and_cache`.
+        block_tables: [B, M] int32.
+        context_lens: [B] int32, the new tokens included.
+        cu_seqlens_q: [B + 1] int32; a sequence with a bad entry writes nothing.
+        k_scale: See `reshape_and_cache`.
+        v_scale: See `reshape_and_cache`.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    keys = key.reshape(-1, num_kv_heads, head_dim)
+    values = value.reshape(-1, num_kv_heads, head_dim)
+    slots = torch.full((keys.shape[0],), -1, dtype=torch.int64, device=key.device)
+    query_len = key.shape[1] if key.dim() == 4 else 1
+    for b, (begin, end, good) in enumerate(
+        _owned_rows(block_tables, query_len, cu_seqlens_q, keys)
+    ):
+        for row in range(begin, end if good else begin):
+            position = int(context_lens[b]) - end + row
+            column = position // block_size
+            if 0 <= column < block_tables.shape[1]:
+                block = int(block_tables[b, column])
+                if 0 <= block < num_blocks:
+                    slots[row] = block * block_size + position % block_size
+    reshape_and_cache(keys, values, k_cache, v_cache, slots, k_scale, v_scale)
+
+
+def append_decode(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """`append_kv`, then `decode`.
+
+    Returns:
+        q's shape, in the dtype that `options` names.
+    """
+    where = (block_tables, context_lens, cu_seqlens_q)
+    append_kv(key, value, k_cache, v_cache, *where, k_scale, v_scale)
+    return decode(q, k_cache, v_cache, *where, alibi_slopes, sinks, k_scale, v_scale, **options)
+
+
+def copy_blocks(k_caches: list[Tensor], v_caches: list[Tensor], block_mapping: Tensor) -> None:
+    """Copies block source to block destination in every cache, for every pair in turn.
+
+    Args:
+        k_caches: One [N, ...] a layer.
+        v_caches: Like `k_caches`.
+        block_mapping: [n, 2] int64; pairs with an id outside [0, N) are skipped.
+    """
+    for cache in (*k_caches, *v_caches):
+        swap_blocks([cache], [cache], block_mapping)
+
+
+def swap_blocks(srcs: list[Tensor], dsts: list[Tensor], block_mapping: Tensor) -> None:
+    """Copies block source of srcs[i] to block destination of dsts[i], for every pair in turn.
+
+    Args:
+        srcs: Tensors [N, ...].
+        dsts: Tensors [N', ...].
+        block_mapping: [n, 2] int64; pairs with an id that does not exist are skipped.
+    """
+    for src, dst in zip(srcs, dsts, strict=True):
+        for source, destination in block_mapping.tolist():
+            if 0 <= source < src.shape[0] and 0 <= destination < dst.shape[0]:
+                dst[destination].copy_(src[source])
+
+
+def merge_states(
+    outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from attention over disjoint sets of them.
+
+    Args:
+        outs: Parts [..., H, D].
+        lses: Parts [..., H]; where -inf, the part does not count.
+        dtype: Of all arithmetic and of both results.
+
+    Returns:
+        (out, lse), in `dtype`; 0 and -inf where no part counts.
+    """
+    logarithms = torch.stack(lses).to(dtype)
+    parts = torch.stack(outs).to(dtype)
+    nothing = logarithms == -math.inf
+    lse = torch.logsumexp(logarithms, dim=0)
+    weights = torch.exp(logarithms - lse).masked_fill(nothing, 0)
+    parts = parts.masked_fill(nothing[..., None], 0)
+    return (weights[..., None] * parts).sum(0), lse
+
+
 def _visible_keys(position: int, context_len: int, causal: bool, window: int) -> tuple[int, int]:
     """The half-open range of keys that the query at `position` sees; empty when begin >= end."""
     begin, end = 0, context_len
@@ -183,15 +303,21 @@ def _visible_keys(position: int, context_len: int, causal: bool, window: int) ->
     return begin, end
 
 
-def _ragged_rows(entries: list[int], num_rows: int) -> list[tuple[int, int, bool]]:
+def _owned_rows(
+    block_tables: Tensor, query_len: int, cu_seqlens_q: Tensor | None, rows: Tensor
+) -> list[tuple[int, int, bool]]:
     """First row, past the last row, and whether its entries are good, of each sequence.
 
-    A bound is the greatest entry so far, each clamped to [0, num_rows]: the entry itself unless it
-    lies outside or below one before it, which is what makes an entry bad.
+    A ragged bound is the greatest entry so far, each clamped to [0, number of rows]: the entry
+    itself unless it lies outside or below one before it, which is what makes an entry bad.
     """
-    bounds = list(itertools.accumulate((min(max(e, 0), num_rows) for e in entries), max))
+    num_sequences = block_tables.shape[0]
+    if cu_seqlens_q is None:
+        return [(b * query_len, (b + 1) * query_len, True) for b in range(num_sequences)]
+    entries = cu_seqlens_q.tolist()
+    bounds = list(itertools.accumulate((min(max(e, 0), rows.shape[0]) for e in entries), max))
     good = [entry == bound for entry, bound in zip(entries, bounds, strict=True)]
-    return [(bounds[b], bounds[b + 1], good[b] and good[b + 1]) for b in range(len(entries) - 1)]
+    return [(bounds[b], bounds[b + 1], good[b] and good[b + 1]) for b in range(num_sequences)]
 
 
 def _gather(

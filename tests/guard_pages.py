@@ -1,4 +1,4 @@
-"""Runs decode and reshape_and_cache on memory whose neighbours are not mapped.
+"""Runs decode and the ops that write caches on memory whose neighbours are not mapped.
 
 An access outside ends the CUDA context, so this is a program of its own. It prints `ok`.
 With `--prove` it reads one element past the end instead, which must fail.
@@ -146,6 +146,19 @@ def check(dtype: torch.dtype, head_dim: int, block_size: int, query_len: int, se
     slots = torch.tensor([0, last, last + 1, -1], device="cuda")
     torch.ops.paged_attn.reshape_and_cache(key, key, k_cache, v_cache, slots)
     assert torch.equal(k_cache[-1, -1], key[1])
+
+    # The last slot and the first, then lengths and ids that lead outside.
+    tables[:4, 0] = torch.tensor([num_blocks - 1, 0, num_blocks, -1], dtype=torch.int32)
+    lens = torch.tensor([block_size, 1, block_size, 1], dtype=torch.int32, device="cuda")
+    torch.ops.paged_attn.append_kv(-key, -key, k_cache, v_cache, tables, lens)
+    assert torch.equal(k_cache[-1, -1], -key[0])
+    assert torch.equal(v_cache[0, 0], -key[1])
+    lens.fill_(2**31 - 1)
+    torch.ops.paged_attn.append_kv(key, key, k_cache, v_cache, tables, lens)
+    pairs = [[num_blocks - 1, 0], [num_blocks, 0], [0, num_blocks], [-1, 0], [0, -1]]
+    mapping = torch.tensor(pairs, device="cuda")
+    torch.ops.paged_attn.copy_blocks([k_cache], [v_cache], mapping)
+    assert torch.equal(k_cache[0], k_cache[-1])
     torch.cuda.synchronize()
 
 

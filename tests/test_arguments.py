@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate
-from attention_case import OPTION_SETS, Case, Draw, build
+from attention_case import OPTION_SETS, Draw, build
 
 Arguments = dict[str, Any]
 Mutation = Callable[[Arguments], Any]
@@ -315,96 +315,3 @@ def test_tensors_on_two_devices(draw: Draw, argument: str) -> None:
     named = "(k_cache|q)" if argument == "q" else argument
     with pytest.raises(ValueError, match=rf"paged_attn\.decode: {named} must be .+, got .+"):
         call("decode", arguments)
-
-
-def cache_arguments(draw: Draw) -> Arguments:
-    case = build(draw, [40, 17, 1], head_dim=DIM, fill=0.0)
-    return {
-        "key": draw.normal(5, 2, DIM, dtype=torch.float16),
-        "value": draw.normal(5, 2, DIM, dtype=torch.float16),
-        "k_cache": case.k_cache,
-        "v_cache": case.v_cache,
-        "slot_mapping": torch.tensor([3, 1, 40, -1, 9], device=draw.device),
-    }
-
-
-WRONG_CACHE: list[tuple[str, Mutation, str]] = [
-    ("key of rank 2", reshaped("key", lambda t: t.shape[:2]), "key"),
-    ("key of rank 4", reshaped("key", lambda t: (1, *t.shape)), "key"),
-    ("value of rank 2", reshaped("value", lambda t: t.shape[:2]), "value"),
-    ("value of other tokens", reshaped("value", lambda t: (6, 2, DIM)), "value"),
-    ("value of other heads", reshaped("value", lambda t: (5, 3, DIM)), "value"),
-    ("value of another dtype", cast("value", torch.float32), "value"),
-    ("key, value of other heads", reshaped("key value", lambda t: (5, 3, DIM)), "(key|k_cache)"),
-    ("key, value of another D", reshaped("key value", lambda t: (5, 2, 72)), "(key|k_cache)"),
-    ("float64", cast("key value k_cache v_cache", torch.float64), "key"),
-    ("key's last dim strided", strided("key"), "key"),
-    ("value's last dim strided", strided("value"), "value"),
-    ("k_cache of rank 3", reshaped("k_cache", lambda t: t.shape[1:]), "k_cache"),
-    ("v_cache of rank 5", reshaped("v_cache", lambda t: (1, *t.shape)), "v_cache"),
-    ("k_cache of another dtype", cast("k_cache", torch.float32), "k_cache"),
-    ("v_cache of another dtype", cast("v_cache", torch.bfloat16), "v_cache"),
-    ("v_cache of another pool", reshaped("v_cache", lambda t: (1, *t.shape[1:])), "v_cache"),
-    ("v_cache of another head dim", reshaped("v_cache", lambda t: (*t.shape[:3], 72)), "v_cache"),
-    ("k_cache's last dim strided", strided("k_cache"), "k_cache"),
-    ("v_cache's last dim strided", strided("v_cache"), "v_cache"),
-    ("slot_mapping of rank 2", reshaped("slot_mapping", lambda t: (5, 1)), "slot_mapping"),
-    ("slot_mapping of rank 0", reshaped("slot_mapping", lambda t: ()), "slot_mapping"),
-    ("slot_mapping int16", cast("slot_mapping", torch.int16), "slot_mapping"),
-    ("slot_mapping float32", cast("slot_mapping", torch.float32), "slot_mapping"),
-    ("slot_mapping longer than key", reshaped("slot_mapping", lambda t: (6,)), "slot_mapping|key"),
-]
-
-
-@table(WRONG_CACHE)
-def test_wrong_reshape_and_cache(draw: Draw, device: str, mutate: Mutation, argument: str) -> None:
-    arguments = cache_arguments(draw)
-    torch.ops.paged_attn.reshape_and_cache(**arguments)
-    mutate(arguments)
-    before = {name: tensor.clone() for name, tensor in arguments.items()}
-    message = rf"^paged_attn\.reshape_and_cache: ({argument}) must be .+, got .+"
-    with pytest.raises(ValueError, match=message):
-        torch.ops.paged_attn.reshape_and_cache(**arguments)
-    for name, tensor in before.items():
-        assert torch.equal(arguments[name], tensor), name
-
-
-@pytest.mark.parametrize("name", ["k_scale", "v_scale", "fp8"])
-def test_unsupported_in_reshape_and_cache(draw: Draw, device: str, name: str) -> None:
-    arguments = cache_arguments(draw)
-    if name == "fp8":
-        cast("k_cache v_cache", torch.float8_e4m3fn)(arguments)
-    else:
-        arguments[name] = torch.ones(1, device=device)
-    with pytest.raises(
-        ValueError, match=rf"^paged_attn\.reshape_and_cache: .*{name}.* is not supported yet"
-    ):
-        torch.ops.paged_attn.reshape_and_cache(**arguments)
-
-
-def later_ops(case: Case) -> dict[str, tuple[Any, ...]]:
-    """The ops that are registered and refuse to run, with right arguments."""
-    key = torch.zeros(case.q.shape[0], 2, 64, dtype=case.q.dtype, device=case.q.device)
-    pairs = torch.zeros(1, 2, dtype=torch.int64, device=case.q.device)
-    caches = [case.k_cache], [case.v_cache]
-    appended = (key, key, case.k_cache, case.v_cache, case.block_tables, case.context_lens)
-    out, lse = case.decode_with_lse()
-    return {
-        "append_kv": appended,
-        "append_decode": (case.q, *appended),
-        "copy_blocks": (*caches, pairs),
-        "swap_blocks": ([case.k_cache], [case.v_cache], pairs.cpu()),
-        "merge_states": ([out], [lse]),
-    }
-
-
-@pytest.mark.parametrize(
-    "name", ["append_kv", "append_decode", "copy_blocks", "swap_blocks", "merge_states"]
-)
-def test_ops_of_later(draw: Draw, device: str, name: str) -> None:
-    case = build(draw, [5, 9], fill=0.0)
-    before = case.k_cache.clone(), case.v_cache.clone()
-    with pytest.raises(ValueError, match=rf"^paged_attn\.{name}.* is not supported yet"):
-        getattr(torch.ops.paged_attn, name)(*later_ops(case)[name])
-    assert torch.equal(case.k_cache, before[0])
-    assert torch.equal(case.v_cache, before[1])

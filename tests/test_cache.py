@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from attention_case import DTYPES, LAYOUTS, Draw, pools
 from paged_attn import reference
 
 reshape_and_cache = torch.ops.paged_attn.reshape_and_cache
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+# Of the others the rows are too little aligned with elements of one byte.
+FP8_LAYOUTS = [layout for layout in LAYOUTS if layout != "gaps"]
 
 
 def sources(draw: Draw, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -57,6 +61,108 @@ def test_writes_exactly_the_slots(
         assert_same_bits(cache, wanted)
         assert_same_bits(whole_storage(cache), whole_storage(wanted))
     assert int((ours[0] != 2.0).any(-1).any(-1).sum()) == 5
+
+
+SCALES = [None, [], [1], "heads"]
+
+
+def new_scale(draw: Draw, shape: Any, heads: int) -> torch.Tensor | None:
+    if shape is None:
+        return None
+    sizes = [heads] if shape == "heads" else shape
+    sign = draw.rng.choice((1.0, -1.0))
+    return sign * torch.exp2(draw.normal(*sizes))
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [*[(dtype, dtype) for dtype in DTYPES], *itertools.product(DTYPES[:2], FP8)],
+)
+def test_values_over_their_scales(
+    draw: Draw, device: str, dtype: torch.dtype, cache_dtype: torch.dtype, scale: Any
+) -> None:
+    """In fp8 saturated; from below fp8's least number to beyond its largest, both signs."""
+    layout, heads = draw.rng.choice(FP8_LAYOUTS), draw.rng.choice((1, 3))
+    dim = draw.rng.choice((8, 64, 72))
+    shape = (layout, 5, 3, heads, dim, cache_dtype, device)
+    ours, expected = pools(*shape, fill=2.0), pools(*shape, fill=2.0)
+    tokens = 11
+    slots = torch.tensor(draw.rng.sample(range(-3, 18), tokens), device=device)
+    key, value = sources(draw, tokens, heads, dim, dtype)[
+        draw.rng.choice(("packed", "heads first"))
+    ]
+    key.mul_(torch.exp2(draw.integers(-18, 18, *key.shape, dtype=torch.float32)).to(dtype))
+    if draw.rng.random() < 0.5:
+        # Rows that no vector of more than one element fits.
+        key = torch.cat([key, key], -1)[..., 1 : dim + 1]
+    scales = new_scale(draw, scale, heads), new_scale(draw, scale, heads)
+    reshape_and_cache(key, value, *ours, slots, *scales)
+    reference.reshape_and_cache(key, value, *expected, slots, *scales)
+    for cache, wanted in zip(ours, expected, strict=True):
+        assert_same_bits(whole_storage(cache), whole_storage(wanted))
+
+
+@pytest.mark.parametrize("only", ["k_scale", "v_scale"])
+def test_a_scale_for_one_cache_only(draw: Draw, device: str, only: str) -> None:
+    k_cache, v_cache = pools("NHD", 2, 4, 2, 64, torch.bfloat16, device, fill=0.0)
+    key = draw.normal(8, 2, 64, dtype=torch.bfloat16)
+    slots = torch.arange(8, device=device)
+    reshape_and_cache(key, key, k_cache, v_cache, slots, **{only: torch.tensor(4.0, device=device)})
+    scaled, plain = (k_cache, v_cache) if only == "k_scale" else (v_cache, k_cache)
+    assert_same_bits(scaled.flatten(0, 1), key / 4)
+    assert_same_bits(plain.flatten(0, 1), key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", FP8)
+def test_every_value_in_fp8(device: str, cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    patterns = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
+    key = patterns.view(-1, 1, 64)
+    tokens = key.shape[0]
+    k_cache, v_cache = pools("NHD", tokens, 1, 1, 64, cache_dtype, device, fill=0.0)
+    reshape_and_cache(key, key, k_cache, v_cache, torch.arange(tokens, device=device))
+    limit = torch.finfo(cache_dtype).max
+    stored, exact = k_cache.flatten().double(), patterns.double().clamp(-limit, limit)
+    assert torch.equal(stored.isnan(), patterns.isnan())
+    is_number = ~patterns.isnan()
+    assert torch.equal(stored.signbit()[is_number], exact.signbit()[is_number])
+    # No fp8 number is nearer, and of two as near the even one was taken.
+    numbers = torch.arange(256, dtype=torch.int32, device=device).to(torch.uint8)
+    finite = numbers[numbers.view(cache_dtype).float().isfinite()]
+    finite = finite[finite < 128]
+    distances = (exact.abs()[:, None] - finite.view(cache_dtype).double()).abs()
+    nearest = distances.min(-1).values
+    is_nearest = (stored.abs() - exact.abs()).abs() == nearest
+    assert bool((is_nearest | stored.isnan()).all())
+    is_tie = (distances == nearest[:, None]).sum(-1) == 2
+    codes = k_cache.flatten().view(torch.uint8)
+    assert bool((codes[is_tie] % 2 == 0).all())
+    assert bool(is_tie.any())
+    assert_same_bits(v_cache, k_cache)
+
+
+def test_fp8_saturates_and_keeps_nan(device: str) -> None:
+    values = [448.0, 449.0, 464.0, 1e4, float("inf"), float("nan"), -0.0, 2.0**-10]
+    key = torch.tensor(values, device=device).half().view(1, 1, 8)
+    k_cache, v_cache = pools("NHD", 1, 1, 1, 8, torch.float8_e4m3fn, device, fill=1.0)
+    reshape_and_cache(key, -key, k_cache, v_cache, torch.tensor([0], device=device))
+    codes = k_cache.view(torch.uint8).flatten().tolist()
+    assert codes[:5] == [0x7E] * 5
+    assert codes[5] & 0x7F == 0x7F
+    assert codes[6:] == [0x80, 0]
+    assert v_cache.view(torch.uint8).flatten().tolist()[:5] == [0xFE] * 5
+
+
+def test_a_scale_of_zero(device: str) -> None:
+    key = torch.tensor([1.0, -1.0, 0.0, 2.0] * 2, device=device).half().view(1, 1, 8)
+    k_cache, v_cache = pools("NHD", 1, 1, 1, 8, torch.float8_e5m2, device, fill=1.0)
+    zero = torch.zeros((), device=device)
+    reshape_and_cache(key, key, k_cache, v_cache, torch.tensor([0], device=device), zero, zero)
+    stored = k_cache.float().flatten()[:4]
+    assert stored[0] == 57344
+    assert stored[1] == -57344
+    assert bool(stored[2].isnan())
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,74 +1,144 @@
-// reshape_and_cache: new keys and values to their slots.
+// reshape_and_cache and append_kv: new keys and values to their slots.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
+#include "convert.h"
 #include "kernels.h"
+#include "parallel.h"
 
 namespace paged_attn::cpu {
 namespace {
 
-// Fewer bytes a thread than this are not worth waking it.
-constexpr int64_t kBytesPerRange = 1 << 16;
+int64_t element_bytes(DType dtype) { return is_fp8(dtype) ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
 
-struct Job {
-  const ReshapeAndCacheParams* params;
-  int64_t element_size;
-  int64_t num_ranges;
+// Where position `position` of sequence b is, or -1.
+int64_t slot_of_position(const WriteKvParams& p, int64_t b, int64_t position) {
+  if (position < 0 || position / p.block_size >= p.max_blocks) return -1;
+  const int64_t block = p.block_tables[b * p.table_stride + position / p.block_size];
+  if (block < 0 || block >= p.num_blocks) return -1;
+  return block * p.block_size + position % p.block_size;
+}
+
+// The slot of every token; -1 where none is to be written.
+std::vector<int64_t> find_slots(const WriteKvParams& p) {
+  std::vector<int64_t> slots(static_cast<size_t>(p.num_tokens), -1);
+  if (p.slot_mapping != nullptr) {
+    const auto copy = [&](const auto* mapping) {
+      std::copy(mapping, mapping + p.num_tokens, slots.begin());
+    };
+    if (p.slots_are_int64) {
+      copy(static_cast<const int64_t*>(p.slot_mapping));
+    } else {
+      copy(static_cast<const int32_t*>(p.slot_mapping));
+    }
+    for (int64_t& slot : slots) slot = slot / p.block_size < p.num_blocks ? slot : -1;
+    return slots;
+  }
+  const auto fill = [&](int64_t b, int64_t first_token, int64_t count) {
+    for (int64_t t = 0; t < count; ++t) {
+      slots[first_token + t] = slot_of_position(p, b, p.context_lens[b] - count + t);
+    }
+  };
+  if (p.cu_seqlens_q == nullptr) {
+    for (int64_t b = 0; b < p.batch_size; ++b) fill(b, b * p.query_len, p.query_len);
+    return slots;
+  }
+  // Rows belong to sequences as in decode: between the running maxima of the clamped entries; an
+  // entry that differs from its maximum is bad.
+  const auto clamped = [&](int64_t b) {
+    return std::clamp<int64_t>(p.cu_seqlens_q[b], 0, p.num_tokens);
+  };
+  int64_t begin = clamped(0);
+  for (int64_t b = 0; b < p.batch_size; ++b) {
+    const int64_t end = std::max(begin, clamped(b + 1));
+    if (p.cu_seqlens_q[b] == begin && p.cu_seqlens_q[b + 1] == end) fill(b, begin, end - begin);
+    begin = end;
+  }
+  return slots;
+}
+
+// One of key and value, and the cache that it goes to.
+struct Side {
+  const char* data;
+  char* cache;
+  TokenStrides strides;
+  CacheStrides cache_strides;
+  CacheScale scale;
 };
 
-int64_t slot_of(const ReshapeAndCacheParams& params, int64_t token) {
-  if (params.slots_are_int64) return static_cast<const int64_t*>(params.slot_mapping)[token];
-  return static_cast<const int32_t*>(params.slot_mapping)[token];
-}
-
-// One token's heads; strides in elements.
-void copy_token(const char* from, int64_t from_head, char* to, int64_t to_head, int64_t num_heads,
-                int64_t head_dim, int64_t element_size) {
-  const bool packed = num_heads == 1 || (from_head == head_dim && to_head == head_dim);
-  const int64_t copies = packed ? 1 : num_heads;
-  const auto bytes = static_cast<size_t>(head_dim * element_size * (packed ? num_heads : 1));
+void copy_token(const WriteKvParams& p, const Side& side, const char* from, char* to) {
+  const int64_t size = element_bytes(p.dtype);
+  const int64_t head_bytes = p.head_dim * size;
+  const int64_t from_head = side.strides.head * size, to_head = side.cache_strides.head * size;
+  const bool packed = p.num_kv_heads == 1 || (from_head == head_bytes && to_head == head_bytes);
+  const int64_t copies = packed ? 1 : p.num_kv_heads;
+  const auto bytes = static_cast<size_t>(packed ? head_bytes * p.num_kv_heads : head_bytes);
   for (int64_t head = 0; head < copies; ++head) {
-    std::memcpy(to + head * to_head * element_size, from + head * from_head * element_size, bytes);
+    std::memcpy(to + head * to_head, from + head * from_head, bytes);
   }
 }
 
-void copy_range(void* context, int64_t range) {
-  const Job& job = *static_cast<const Job*>(context);
-  const ReshapeAndCacheParams& p = *job.params;
-  const int64_t size = job.element_size;
-  const int64_t begin = p.num_tokens * range / job.num_ranges;
-  const int64_t end = p.num_tokens * (range + 1) / job.num_ranges;
-  for (int64_t token = begin; token < end; ++token) {
-    const int64_t slot = slot_of(p, token);
-    if (slot < 0 || slot / p.block_size >= p.num_blocks) continue;
-    const int64_t block = slot / p.block_size;
-    const int64_t offset = slot % p.block_size;
-    const int64_t k_slot = (block * p.k_strides.block + offset * p.k_strides.slot) * size;
-    const int64_t v_slot = (block * p.v_strides.block + offset * p.v_strides.slot) * size;
-    copy_token(static_cast<const char*>(p.key) + token * p.key_token_stride * size,
-               p.key_head_stride, static_cast<char*>(p.k_cache) + k_slot, p.k_strides.head,
-               p.num_kv_heads, p.head_dim, size);
-    copy_token(static_cast<const char*>(p.value) + token * p.value_token_stride * size,
-               p.value_head_stride, static_cast<char*>(p.v_cache) + v_slot, p.v_strides.head,
-               p.num_kv_heads, p.head_dim, size);
+template <typename From, typename To>
+void convert_token(const WriteKvParams& p, const Side& side, const char* from, char* to) {
+  for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+    const From* row = reinterpret_cast<const From*>(from) + head * side.strides.head;
+    To* stored = reinterpret_cast<To*>(to) + head * side.cache_strides.head;
+    const bool has_scale = side.scale.data != nullptr;
+    const float scale = has_scale ? side.scale.data[head * side.scale.stride] : 1.0f;
+    for (int64_t d = 0; d < p.head_dim; d += 8) {
+      float x[8];
+      widen8(row + d, x);
+      for (int i = 0; has_scale && i < 8; ++i) x[i] /= scale;
+      narrow8(x, stored + d);
+    }
   }
+}
+
+using WriteToken = void (*)(const WriteKvParams&, const Side&, const char* from, char* to);
+
+template <typename From>
+WriteToken choose_conversion(const WriteKvParams& p) {
+  if (p.cache_dtype == DType::kFloat8E4M3) return convert_token<From, Float8E4M3>;
+  if (p.cache_dtype == DType::kFloat8E5M2) return convert_token<From, Float8E5M2>;
+  return convert_token<From, From>;
+}
+
+WriteToken choose(const WriteKvParams& p, const Side& side) {
+  if (p.cache_dtype == p.dtype && side.scale.data == nullptr) return copy_token;
+  if (p.dtype == DType::kFloat16) return choose_conversion<Half>(p);
+  if (p.dtype == DType::kBFloat16) return choose_conversion<BFloat16>(p);
+  return choose_conversion<float>(p);
 }
 
 }  // namespace
 
-void reshape_and_cache(const ReshapeAndCacheParams& params, const ThreadPool& threads) {
-  if (params.num_tokens == 0 || params.num_blocks == 0) return;
-  const int64_t element_size = params.dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t bytes =
-      2 * params.num_tokens * params.num_kv_heads * params.head_dim * element_size;
-  const int64_t num_ranges = std::max<int64_t>(
-      1, std::min({params.num_tokens, threads.num_threads, bytes / kBytesPerRange}));
-  Job job{&params, element_size, num_ranges};
-  if (num_ranges == 1) {
-    copy_range(&job, 0);
-  } else {
-    threads.run(num_ranges, copy_range, &job);
-  }
+void write_kv(const WriteKvParams& p, const ThreadPool& threads) {
+  if (p.num_tokens == 0 || p.num_blocks == 0) return;
+  const std::vector<int64_t> slots = find_slots(p);
+  const Side sides[] = {{static_cast<const char*>(p.key), static_cast<char*>(p.k_cache),
+                         p.key_strides, p.k_strides, p.k_scale},
+                        {static_cast<const char*>(p.value), static_cast<char*>(p.v_cache),
+                         p.value_strides, p.v_strides, p.v_scale}};
+  const WriteToken writes[] = {choose(p, sides[0]), choose(p, sides[1])};
+  const int64_t from_bytes = element_bytes(p.dtype), to_bytes = element_bytes(p.cache_dtype);
+  const int64_t bytes = 2 * p.num_tokens * p.num_kv_heads * p.head_dim * from_bytes;
+  // Row t of sequence b, or row t where only rows count.
+  const int64_t rows_a_sequence = p.query_len > 0 ? p.query_len : p.num_tokens;
+  for_ranges(threads, p.num_tokens, bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = slots[static_cast<size_t>(token)];
+      if (slot < 0) continue;
+      const int64_t b = token / rows_a_sequence, t = token % rows_a_sequence;
+      const int64_t block = slot / p.block_size, offset = slot % p.block_size;
+      for (int i = 0; i < 2; ++i) {
+        const Side& side = sides[i];
+        const int64_t row = b * side.strides.batch + t * side.strides.token;
+        const int64_t stored = block * side.cache_strides.block + offset * side.cache_strides.slot;
+        writes[i](p, side, side.data + row * from_bytes, side.cache + stored * to_bytes);
+      }
+    }
+  });
 }
 
 }  // namespace paged_attn::cpu

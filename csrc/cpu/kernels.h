@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "../params.h"
 
@@ -13,9 +14,14 @@ struct ThreadPool {
   void (*run)(int64_t n, void (*body)(void* context, int64_t i), void* context);
 };
 
-// Arguments have been checked; what block_tables, context_lens and cu_seqlens_q hold has not.
+// Arguments have been checked; what tables, lengths, slots and mappings hold has not.
 void decode(const DecodeParams& params, const ThreadPool& threads);
-void reshape_and_cache(const ReshapeAndCacheParams& params, const ThreadPool& threads);
+void write_kv(const WriteKvParams& params, const ThreadPool& threads);
+void copy_blocks(const CopyBlocksParams& params, const ThreadPool& threads);
+// `runs` lie inside both tensors.
+void swap_blocks(const SwapPair& pair, const std::vector<BlockRun>& runs,
+                 const ThreadPool& threads);
+void merge_states(const MergeStatesParams& params, const ThreadPool& threads);
 
 // The instruction set that decode uses: "avx512_bf16", "avx512", "avx2" or "generic". Chosen once:
 // the best that the processor has, or what PAGED_ATTN_CPU_ISA names.

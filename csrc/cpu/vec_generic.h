@@ -1,4 +1,4 @@
-// Four floats in the compiler's vector extension. Included by isa/generic.cpp only.
+// Four floats in the compiler's vector extension: what every machine has.
 #pragma once
 
 #include <cstring>

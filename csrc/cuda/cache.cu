@@ -1,84 +1,214 @@
-// reshape_and_cache: a copy from rows to slots, in pieces of up to 16 bytes.
+// reshape_and_cache and append_kv: from rows of key and value to slots of the caches, as bytes or
+// converted, in vectors of up to 16 bytes.
 #include <algorithm>
+#include <type_traits>
 
+#include "indices.cuh"
 #include "kernels.h"
+#include "vector.cuh"
 
 namespace paged_attn::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-
-// Sizes and strides count pieces here; a row has row_pieces of them.
-struct CopyParams {
-  ReshapeAndCacheParams cache;
-  int64_t row_pieces;
-  int64_t total;  // tokens * KV heads * row_pieces
+struct Place {
+  int64_t block;  // -1: nowhere
+  int64_t offset;
+  int64_t batch;  // the token's row of key and value is batch * strides.batch + row * strides.token
+  int64_t row;
 };
 
-template <typename Piece, typename Slot>
-__global__ void __launch_bounds__(kThreads)
-    reshape_and_cache_kernel(const __grid_constant__ CopyParams params) {
-  const ReshapeAndCacheParams& p = params.cache;
-  const int64_t num_slots = p.num_blocks * p.block_size;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < params.total;
-       i += step) {
-    const int64_t row = i / params.row_pieces, piece = i - row * params.row_pieces;
-    const int64_t token = row / p.num_kv_heads, head = row - token * p.num_kv_heads;
-    const int64_t slot = static_cast<const Slot*>(p.slot_mapping)[token];
-    if (slot < 0 || slot >= num_slots) continue;
-    const int64_t block = slot / p.block_size, offset = slot - block * p.block_size;
-    static_cast<Piece*>(p.k_cache)[block * p.k_strides.block + offset * p.k_strides.slot +
-                                   head * p.k_strides.head + piece] =
-        static_cast<const Piece*>(
-            p.key)[token * p.key_token_stride + head * p.key_head_stride + piece];
-    static_cast<Piece*>(p.v_cache)[block * p.v_strides.block + offset * p.v_strides.slot +
-                                   head * p.v_strides.head + piece] =
-        static_cast<const Piece*>(
-            p.value)[token * p.value_token_stride + head * p.value_head_stride + piece];
+// Every entry in [0, T] and none below the one before it. Called by all threads of a block.
+__device__ __forceinline__ bool all_entries_are_good(const WriteKvParams& p) {
+  bool is_bad = false;
+  for (int64_t i = threadIdx.x; i <= p.batch_size; i += kThreads) {
+    const int32_t least = i > 0 ? p.cu_seqlens_q[i - 1] : 0, entry = p.cu_seqlens_q[i];
+    is_bad |= entry < least || entry > p.num_tokens;
+  }
+  return !__syncthreads_or(is_bad);
+}
+
+// The sequence that owns a row: rows of sequence b lie between the greatest of
+// cu_seqlens_q[0 ... b] and of [0 ... b + 1], each entry clamped to [0, T].
+struct Owner {
+  int64_t batch;  // -1: none, or one whose entries are bad
+  int64_t end;    // past its last row
+};
+
+__device__ __forceinline__ Owner find_owner(const WriteKvParams& p, int64_t row, bool good) {
+  const int32_t* entries = p.cu_seqlens_q;
+  // The first entry past the row ends its sequence.
+  int64_t last = 0;
+  if (good) {
+    int64_t beyond = p.batch_size + 1;
+    while (last < beyond) {
+      const int64_t middle = last + (beyond - last) / 2;
+      if (entries[middle] > row) {
+        beyond = middle;
+      } else {
+        last = middle + 1;
+      }
+    }
+  } else {
+    int32_t begin = 0;
+    while (last <= p.batch_size && entries[last] <= row) begin = max(begin, entries[last++]);
+    good = last > 0 && entries[last - 1] == begin && last <= p.batch_size &&
+           entries[last] <= p.num_tokens;
+  }
+  if (!good || last == 0 || last > p.batch_size) return {-1, 0};
+  return {last - 1, entries[last]};
+}
+
+__device__ __forceinline__ Place find_place(const WriteKvParams& p, int64_t token, bool good) {
+  if (p.slot_mapping != nullptr) {
+    const int64_t slot = p.slots_are_int64 ? static_cast<const int64_t*>(p.slot_mapping)[token]
+                                           : static_cast<const int32_t*>(p.slot_mapping)[token];
+    if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0, 0, 0};
+    const int64_t block = quotient(slot, p.block_size);
+    return {block, slot - block * p.block_size, 0, token};
+  }
+  int64_t batch, row, past_end;  // past_end: rows from this one to its sequence's end
+  const bool is_ragged = p.cu_seqlens_q != nullptr;
+  if (is_ragged) {
+    const Owner owner = find_owner(p, token, good);
+    if (owner.batch < 0) return {-1, 0, 0, 0};
+    batch = owner.batch;
+    row = token;
+    past_end = owner.end - token;
+  } else {
+    batch = quotient(token, p.query_len);
+    row = token - batch * p.query_len;
+    past_end = p.query_len - row;
+  }
+  const int64_t position = p.context_lens[batch] - past_end;
+  if (position < 0) return {-1, 0, 0, 0};
+  const int64_t column = quotient(position, p.block_size);
+  if (column >= p.max_blocks) return {-1, 0, 0, 0};
+  const int64_t block = p.block_tables[batch * p.table_stride + column];
+  if (block < 0 || block >= p.num_blocks) return {-1, 0, 0, 0};
+  return {block, position - column * p.block_size, is_ragged ? 0 : batch, row};
+}
+
+// What the cache stores for `from`; null: as it is.
+template <typename To, typename From, int kElements>
+__device__ __forceinline__ Vector<To, kElements> stored(const Vector<From, kElements>& from,
+                                                        const float* scale) {
+  if constexpr (std::is_integral_v<From>) {
+    return from;
+  } else {
+    const float divisor = scale != nullptr ? *scale : 1.f;
+    float quotients[kElements];
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      quotients[i] = __fdiv_rn(to_float(from.elements[i]), divisor);
+    }
+    Vector<To, kElements> to;
+    store(quotients, to);
+    return to;
   }
 }
 
-template <typename Piece>
-cudaError_t launch(const ReshapeAndCacheParams& cache, int element_bytes,
-                   const DeviceLimits& limits, cudaStream_t stream) {
-  const int64_t elements = static_cast<int64_t>(sizeof(Piece)) / element_bytes;
-  CopyParams params{cache, cache.head_dim / elements, 0};
-  params.total = cache.num_tokens * cache.num_kv_heads * params.row_pieces;
-  ReshapeAndCacheParams& p = params.cache;
-  for (int64_t* stride :
-       {&p.key_token_stride, &p.key_head_stride, &p.value_token_stride, &p.value_head_stride,
-        &p.k_strides.block, &p.k_strides.slot, &p.k_strides.head, &p.v_strides.block,
-        &p.v_strides.slot, &p.v_strides.head}) {
-    *stride /= elements;
+__device__ __forceinline__ const float* scale_of(const CacheScale& scale, int64_t head) {
+  return scale.data != nullptr ? scale.data + head * scale.stride : nullptr;
+}
+
+template <typename T>
+__device__ __forceinline__ const T* row_of(const void* data, const TokenStrides& strides,
+                                           const Place& place, int64_t head) {
+  return static_cast<const T*>(data) + place.batch * strides.batch + place.row * strides.token +
+         head * strides.head;
+}
+
+template <typename T>
+__device__ __forceinline__ T* slot_of(void* cache, const CacheStrides& strides, const Place& place,
+                                      int64_t head) {
+  return static_cast<T*>(cache) + place.block * strides.block + place.offset * strides.slot +
+         head * strides.head;
+}
+
+// A thread takes a vector of key and the same one of value.
+template <typename From, typename To, int kElements>
+__global__ void __launch_bounds__(kThreads)
+    write_kv_kernel(const __grid_constant__ WriteKvParams p) {
+  const bool good = p.cu_seqlens_q == nullptr || all_entries_are_good(p);
+  const int64_t vectors = p.head_dim / kElements;
+  const int64_t total = p.num_tokens * p.num_kv_heads * vectors;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
+       i += step) {
+    const int64_t row = quotient(i, vectors), d = (i - row * vectors) * kElements;
+    const int64_t token = quotient(row, p.num_kv_heads), head = row - token * p.num_kv_heads;
+    const Place place = find_place(p, token, good);
+    if (place.block < 0) continue;
+    const auto key = load_vector<kElements>(row_of<From>(p.key, p.key_strides, place, head) + d);
+    const auto value =
+        load_vector<kElements>(row_of<From>(p.value, p.value_strides, place, head) + d);
+    store_vector(stored<To>(key, scale_of(p.k_scale, head)),
+                 slot_of<To>(p.k_cache, p.k_strides, place, head) + d);
+    store_vector(stored<To>(value, scale_of(p.v_scale, head)),
+                 slot_of<To>(p.v_cache, p.v_strides, place, head) + d);
   }
-  const int64_t blocks =
-      std::min<int64_t>((params.total + kThreads - 1) / kThreads, 8 * limits.num_sms);
-  const auto kernel = p.slots_are_int64 ? reshape_and_cache_kernel<Piece, int64_t>
-                                        : reshape_and_cache_kernel<Piece, int32_t>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+}
+
+template <typename From, typename To, int kElements>
+cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  const int64_t total = p.num_tokens * p.num_kv_heads * (p.head_dim / kElements);
+  write_kv_kernel<From, To, kElements><<<blocks_for(total, limits), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+// Whether vectors of so many elements start at multiples of their size everywhere.
+bool are_aligned(const WriteKvParams& p, int elements, int64_t from_bytes, int64_t to_bytes) {
+  const auto address = [](const void* pointer) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(pointer));
+  };
+  const auto strides = [](const auto& a, const auto& b) { return a.head | b.head; };
+  const int64_t rows = strides(p.key_strides, p.value_strides) | p.key_strides.batch |
+                       p.key_strides.token | p.value_strides.batch | p.value_strides.token;
+  const int64_t slots = strides(p.k_strides, p.v_strides) | p.k_strides.block | p.k_strides.slot |
+                        p.v_strides.block | p.v_strides.slot;
+  return (rows | slots | p.head_dim) % elements == 0 &&
+         (address(p.key) | address(p.value)) % (elements * from_bytes) == 0 &&
+         (address(p.k_cache) | address(p.v_cache)) % (elements * to_bytes) == 0;
+}
+
+template <typename From, typename To>
+cudaError_t launch_widest(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  constexpr int kElements = 16 / static_cast<int>(sizeof(From));
+  return are_aligned(p, kElements, sizeof(From), sizeof(To))
+             ? launch<From, To, kElements>(p, limits, stream)
+             : launch<From, To, 1>(p, limits, stream);
+}
+
+template <typename From>
+cudaError_t launch_conversion(const WriteKvParams& p, const DeviceLimits& limits,
+                              cudaStream_t stream) {
+  if constexpr (sizeof(From) == 2) {
+    if (p.cache_dtype == DType::kFloat8E4M3) {
+      return launch_widest<From, __nv_fp8_e4m3>(p, limits, stream);
+    }
+    if (p.cache_dtype == DType::kFloat8E5M2) {
+      return launch_widest<From, __nv_fp8_e5m2>(p, limits, stream);
+    }
+  }
+  return launch_widest<From, From>(p, limits, stream);
 }
 
 }  // namespace
 
-cudaError_t reshape_and_cache(const ReshapeAndCacheParams& params, const DeviceLimits& limits,
-                              cudaStream_t stream) {
-  if (params.num_tokens == 0) return cudaSuccess;
-  const int element_bytes = params.dtype == DType::kFloat32 ? 4 : 2;
-  // The dimensions of size 1 count too: their strides may be anything, which only costs speed.
-  const int64_t strides = params.key_token_stride | params.key_head_stride |
-                          params.value_token_stride | params.value_head_stride |
-                          params.k_strides.block | params.k_strides.slot | params.k_strides.head |
-                          params.v_strides.block | params.v_strides.slot | params.v_strides.head;
-  const auto addresses =
-      reinterpret_cast<uintptr_t>(params.key) | reinterpret_cast<uintptr_t>(params.value) |
-      reinterpret_cast<uintptr_t>(params.k_cache) | reinterpret_cast<uintptr_t>(params.v_cache);
-  if ((addresses | static_cast<uintptr_t>(strides * element_bytes)) % 16 == 0) {
-    return launch<uint4>(params, element_bytes, limits, stream);
+cudaError_t write_kv(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  if (p.num_tokens == 0 || p.num_blocks == 0) return cudaSuccess;
+  if (p.cache_dtype == p.dtype && p.k_scale.data == nullptr && p.v_scale.data == nullptr) {
+    return p.dtype == DType::kFloat32 ? launch_widest<uint32_t, uint32_t>(p, limits, stream)
+                                      : launch_widest<uint16_t, uint16_t>(p, limits, stream);
   }
-  return element_bytes == 4 ? launch<uint32_t>(params, element_bytes, limits, stream)
-                            : launch<uint16_t>(params, element_bytes, limits, stream);
+  switch (p.dtype) {
+    case DType::kFloat16:
+      return launch_conversion<__half>(p, limits, stream);
+    case DType::kBFloat16:
+      return launch_conversion<__nv_bfloat16>(p, limits, stream);
+    default:
+      return launch_conversion<float>(p, limits, stream);
+  }
 }
 
 }  // namespace paged_attn::cuda

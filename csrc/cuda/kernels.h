@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <vector>
 
 #include "../params.h"
 #include "decode/heuristics.h"
@@ -18,10 +19,15 @@ size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& conf
 // for an older architecture, compiled at load time for a newer device, was not.
 cudaError_t has_dependent_launch(bool& answer);
 
-// Both launch on `stream`, do not wait, and return CUDA's verdict on the launch.
+// All of them launch on `stream`, do not wait, and return CUDA's verdict on the launch.
 cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
                    const DeviceLimits& limits, void* scratch, cudaStream_t stream);
-cudaError_t reshape_and_cache(const ReshapeAndCacheParams& params, const DeviceLimits& limits,
-                              cudaStream_t stream);
+cudaError_t write_kv(const WriteKvParams& params, const DeviceLimits& limits, cudaStream_t stream);
+cudaError_t copy_blocks(const CopyBlocksParams& params, cudaStream_t stream);
+// `runs` lie inside both tensors, which may be anywhere: on the host, pinned or not, or a device.
+cudaError_t swap_blocks(const SwapPair& pair, const std::vector<BlockRun>& runs,
+                        cudaStream_t stream);
+cudaError_t merge_states(const MergeStatesParams& params, const DeviceLimits& limits,
+                         cudaStream_t stream);
 
 }  // namespace paged_attn::cuda

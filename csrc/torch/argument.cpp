@@ -8,12 +8,6 @@
 namespace paged_attn {
 namespace {
 
-std::string device_name(DeviceId device) {
-  if (device.type == aoti_torch_device_type_cpu()) return "cpu";
-  if (device.type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(device.index);
-  return "device type " + std::to_string(device.type);
-}
-
 std::string shape_name(const int64_t* sizes, int64_t rank) {
   std::string text = "[";
   for (int64_t i = 0; i < rank; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
@@ -59,8 +53,17 @@ std::string dtype_name(int32_t code) {
   return "dtype code " + std::to_string(code);
 }
 
+std::string device_name(DeviceId device) {
+  if (device.type == aoti_torch_device_type_cpu()) return "cpu";
+  if (device.type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(device.index);
+  return "device type " + std::to_string(device.type);
+}
+
 Argument::Argument(const char* op, const char* name, const Tensor& tensor)
-    : op_(op), name_(name), tensor_(tensor) {
+    : Argument(op, name, -1, tensor) {}
+
+Argument::Argument(const char* op, const char* name, int64_t index, const Tensor& tensor)
+    : op_(op), name_(name), index_(index), tensor_(tensor) {
   if (!tensor.defined()) fail("a tensor", "None");
   rank_ = tensor.dim();
   sizes_ = tensor.sizes().data();
@@ -68,17 +71,21 @@ Argument::Argument(const char* op, const char* name, const Tensor& tensor)
   dtype_ = dtype_code(tensor);
 }
 
+std::string Argument::name() const {
+  return index_ < 0 ? name_ : name_ + ("[" + std::to_string(index_) + "]");
+}
+
 std::string Argument::shape() const { return shape_name(sizes_, rank_); }
+std::string Argument::strides() const { return shape_name(strides_, rank_); }
 
 void Argument::fail(const std::string& expected, const std::string& got) const {
-  throw_bad_argument(op_, name_, expected, got);
+  throw_bad_argument(op_, name(), expected, got);
 }
 
 void Argument::expect_device_of(const Argument& other) const {
   const DeviceId expected = other.device();
   if (!(device() == expected)) {
-    fail("on " + std::string(other.name_) + "'s device " + device_name(expected),
-         device_name(device()));
+    fail("on " + other.name() + "'s device " + device_name(expected), device_name(device()));
   }
 }
 
@@ -100,7 +107,7 @@ void Argument::expect_shape_of(const Argument& other, int64_t rank) const {
   bool same = rank_ == rank;
   for (int64_t i = 0; same && i < rank; ++i) same = sizes_[i] == other.sizes_[i];
   if (!same) {
-    fail("of shape " + shape_name(other.sizes_, rank) + ", as " + other.name_ + " says", shape());
+    fail("of shape " + shape_name(other.sizes_, rank) + ", as " + other.name() + " says", shape());
   }
 }
 
@@ -115,14 +122,14 @@ void Argument::expect_contiguous() const {
   int64_t expected = 1;
   for (int64_t i = rank_; i-- > 0;) {
     if (sizes_[i] > 1 && strides_[i] != expected) {
-      fail("contiguous", "strides " + shape_name(strides_, rank_));
+      fail("contiguous", "strides " + strides());
     }
     expected *= sizes_[i];
   }
 }
 
 void Argument::expect_aligned_rows() const {
-  const auto element = static_cast<int64_t>(tensor_.element_size());
+  const int64_t element = element_bytes();
   const int64_t alignment = sizes_[rank_ - 1] * element % 16 == 0 ? 16 : 8;
   const auto expected = [alignment] {
     return "aligned: every row must start at a multiple of " + std::to_string(alignment) + " bytes";
@@ -151,7 +158,7 @@ void Argument::expect_no_overlap() const {
   for (const int64_t i : dims) {
     if (strides_[i] <= last_inside) {
       fail("free of internal overlap (was it expanded?)",
-           "strides " + shape_name(strides_, rank_) + " for shape " + shape());
+           "strides " + strides() + " for shape " + shape());
     }
     last_inside += strides_[i] * (sizes_[i] - 1);
   }

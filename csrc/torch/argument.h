@@ -14,18 +14,27 @@ namespace paged_attn {
 [[noreturn]] void throw_not_supported(const char* op, const char* what);
 
 std::string dtype_name(int32_t code);
+std::string device_name(DeviceId device);
 
 class Argument {
  public:
   Argument(const char* op, const char* name, const Tensor& tensor);
+  // One of a list: its name is name[index].
+  Argument(const char* op, const char* name, int64_t index, const Tensor& tensor);
 
   const char* op() const { return op_; }
+  std::string name() const;
   int64_t rank() const { return rank_; }
   int64_t size(int64_t dim) const { return sizes_[dim]; }
   int64_t stride(int64_t dim) const { return strides_[dim]; }
+  // stride(), but 0 in a dimension of size 1, where a stride may be anything.
+  int64_t step(int64_t dim) const { return sizes_[dim] > 1 ? strides_[dim] : 0; }
   int32_t dtype() const { return dtype_; }
+  int64_t num_elements() const { return tensor_.numel(); }
+  int64_t element_bytes() const { return static_cast<int64_t>(tensor_.element_size()); }
   DeviceId device() const { return device_of(tensor_); }
   std::string shape() const;
+  std::string strides() const;
   void* data() const { return tensor_.data_ptr(); }
   template <typename T>
   T* data_as() const {
@@ -49,6 +58,7 @@ class Argument {
  private:
   const char* op_;
   const char* name_;
+  int64_t index_;  // in its list; -1: in none
   const Tensor& tensor_;
   int64_t rank_ = 0;
   const int64_t* sizes_ = nullptr;

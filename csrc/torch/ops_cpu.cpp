@@ -16,9 +16,35 @@ struct CpuBackend {
     cpu::decode(params, threads());
   }
 
-  static void reshape_and_cache(const ReshapeAndCacheParams& params, const Tensor&) {
-    if (checks_enabled()) check_slots("reshape_and_cache", params);
-    cpu::reshape_and_cache(params, threads());
+  static void write_kv(const char* op, const Tensor&, const WriteKvParams& params) {
+    if (checks_enabled()) check_write_content(op, params);
+    cpu::write_kv(params, threads());
+  }
+
+  static void append_decode(const DecodeArguments& arguments, const WriteKvParams& write,
+                            const DecodeParams& params) {
+    if (checks_enabled()) {
+      check_write_content(arguments.op, write);
+      check_decode_content(arguments.op, params);
+    }
+    cpu::write_kv(write, threads());
+    cpu::decode(params, threads());
+  }
+
+  static void copy_blocks(const CopyBlocksParams& params, const Tensor&) {
+    if (checks_enabled()) {
+      check_block_mapping_content("copy_blocks", params.block_mapping, params.num_pairs,
+                                  params.num_blocks, params.num_blocks);
+    }
+    cpu::copy_blocks(params, threads());
+  }
+
+  static void swap_blocks(const SwapBlocksParams& params, const std::vector<BlockRun>& runs) {
+    for (const SwapPair& pair : params.pairs) cpu::swap_blocks(pair, runs, threads());
+  }
+
+  static void merge_states(const MergeStatesParams& params, const Tensor&) {
+    cpu::merge_states(params, threads());
   }
 };
 

@@ -68,8 +68,8 @@ class DeviceGuard {
 // The tensors' device and torch's stream on it, for the length of a call.
 class DeviceScope {
  public:
-  DeviceScope(const Tensor& tensor, const char* op)
-      : op_(op), device_(device_of(tensor).index), guard_(device_) {
+  DeviceScope(const Tensor& tensor, const char* op) : DeviceScope(device_of(tensor).index, op) {}
+  DeviceScope(int32_t device, const char* op) : op_(op), device_(device), guard_(device) {
     void* stream = nullptr;
     check_torch(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
@@ -111,10 +111,95 @@ class DeviceScope {
   cuda::DeviceLimits limits_{};
 };
 
+// What `later` gets from now on runs after what `earlier`, a stream of `device`, has got until now.
+void order(int32_t device, cudaStream_t earlier, cudaStream_t later, const char* op) {
+  const DeviceGuard guard(device);
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), op);
+  cudaError_t error = cudaEventRecord(event, earlier);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(later, event);
+  (void)cudaEventDestroy(event);
+  check_cuda(error, op);
+}
+
 struct CudaBackend {
   static void decode(const DecodeArguments& arguments, const DecodeParams& params) {
     const DeviceScope scope(arguments.q, arguments.op);
-    if (checks_enabled()) check_content(arguments.op, params, scope);
+    if (checks_enabled()) check_decode_content(arguments.op, params, scope);
+    launch_decode(arguments, params, scope);
+  }
+
+  static void write_kv(const char* op, const Tensor& key, const WriteKvParams& params) {
+    const DeviceScope scope(key, op);
+    if (checks_enabled()) check_write_content(op, params, scope);
+    check_cuda(cuda::write_kv(params, scope.limits(), scope.stream()), op);
+  }
+
+  static void append_decode(const DecodeArguments& arguments, const WriteKvParams& write,
+                            const DecodeParams& params) {
+    const DeviceScope scope(arguments.q, arguments.op);
+    if (checks_enabled()) {
+      check_write_content(arguments.op, write, scope);
+      check_decode_content(arguments.op, params, scope);
+    }
+    check_cuda(cuda::write_kv(write, scope.limits(), scope.stream()), arguments.op);
+    launch_decode(arguments, params, scope);
+  }
+
+  static void copy_blocks(const CopyBlocksParams& params, const Tensor& block_mapping) {
+    constexpr const char* kOp = "copy_blocks";
+    const DeviceScope scope(block_mapping, kOp);
+    if (checks_enabled()) {
+      scope.expect_no_capture();
+      const auto mapping = scope.to_host(params.block_mapping, 2 * params.num_pairs);
+      check_block_mapping_content(kOp, mapping.data(), params.num_pairs, params.num_blocks,
+                                  params.num_blocks);
+    }
+    check_cuda(cuda::copy_blocks(params, scope.stream()), kOp);
+  }
+
+  // Between two devices as torch copies: on the source's stream, which waits for the destination's
+  // and for which that then waits.
+  static void swap_blocks(const SwapBlocksParams& params, const std::vector<BlockRun>& runs) {
+    constexpr const char* kOp = "swap_blocks";
+    int32_t any_device = 0;
+    for (const SwapDevices& devices : params.devices) {
+      for (const DeviceId& device : {devices.source, devices.destination}) {
+        if (is_cuda(device)) any_device = device.index;
+      }
+    }
+    for (size_t i = 0; i < params.pairs.size(); ++i) {
+      const auto& [source, destination] = params.devices[i];
+      const int32_t device = is_cuda(source)        ? source.index
+                             : is_cuda(destination) ? destination.index
+                                                    : any_device;
+      const DeviceScope scope(device, kOp);
+      if (!is_cuda(destination) || destination.index == device) {
+        check_cuda(cuda::swap_blocks(params.pairs[i], runs, scope.stream()), kOp);
+        continue;
+      }
+      void* handle = nullptr;
+      check_torch(aoti_torch_get_current_cuda_stream(destination.index, &handle));
+      const auto other = static_cast<cudaStream_t>(handle);
+      order(destination.index, other, scope.stream(), kOp);
+      check_cuda(cuda::swap_blocks(params.pairs[i], runs, scope.stream()), kOp);
+      order(device, scope.stream(), other, kOp);
+    }
+  }
+
+  static void merge_states(const MergeStatesParams& params, const Tensor& out) {
+    constexpr const char* kOp = "merge_states";
+    const DeviceScope scope(out, kOp);
+    check_cuda(cuda::merge_states(params, scope.limits(), scope.stream()), kOp);
+  }
+
+ private:
+  static bool is_cuda(const DeviceId& device) {
+    return device.type == aoti_torch_device_type_cuda();
+  }
+
+  static void launch_decode(const DecodeArguments& arguments, const DecodeParams& params,
+                            const DeviceScope& scope) {
     if (params.num_tokens == 0) return;
     const cuda::DecodeConfig config = cuda::choose_decode_config(params, scope.limits());
     if (config.rings == 0) {
@@ -135,30 +220,18 @@ struct CudaBackend {
                arguments.op);
   }
 
-  static void reshape_and_cache(const ReshapeAndCacheParams& params, const Tensor& slot_mapping) {
-    constexpr const char* kOp = "reshape_and_cache";
-    const DeviceScope scope(slot_mapping, kOp);
-    if (checks_enabled()) {
-      scope.expect_no_capture();
-      ReshapeAndCacheParams host = params;
-      const int64_t bytes = params.num_tokens * (params.slots_are_int64 ? 8 : 4);
-      const auto slots = scope.to_host(static_cast<const char*>(params.slot_mapping), bytes);
-      host.slot_mapping = slots.data();
-      check_slots(kOp, host);
-    }
-    check_cuda(cuda::reshape_and_cache(params, scope.limits(), scope.stream()), kOp);
-  }
-
- private:
-  static void check_content(const char* op, const DecodeParams& params, const DeviceScope& scope) {
+  // Hands check(params) tables, lengths and cu_seqlens_q in host memory. Params: DecodeParams or
+  // WriteKvParams.
+  template <typename Params, typename Check>
+  static void with_sequences_on_host(const Params& params, const DeviceScope& scope,
+                                     const Check& check) {
     scope.expect_no_capture();
-    DecodeParams host = params;
+    Params host = params;
     // All that lies between the first and the last entry: rows may be apart, or one for all.
     const bool has_entries = params.batch_size > 0 && params.max_blocks > 0;
-    const int64_t rows_apart = params.batch_size > 1 ? params.table_stride : 0;
-    const auto tables =
-        scope.to_host(params.block_tables,
-                      has_entries ? (params.batch_size - 1) * rows_apart + params.max_blocks : 0);
+    const auto tables = scope.to_host(
+        params.block_tables,
+        has_entries ? (params.batch_size - 1) * params.table_stride + params.max_blocks : 0);
     const auto lengths = scope.to_host(params.context_lens, params.batch_size);
     host.block_tables = tables.data();
     host.context_lens = lengths.data();
@@ -167,7 +240,30 @@ struct CudaBackend {
       starts = scope.to_host(params.cu_seqlens_q, params.batch_size + 1);
       host.cu_seqlens_q = starts.data();
     }
-    check_decode_content(op, host);
+    check(host);
+  }
+
+  static void check_decode_content(const char* op, const DecodeParams& params,
+                                   const DeviceScope& scope) {
+    with_sequences_on_host(params, scope, [op](const DecodeParams& host) {
+      paged_attn::check_decode_content(op, host);
+    });
+  }
+
+  static void check_write_content(const char* op, const WriteKvParams& params,
+                                  const DeviceScope& scope) {
+    if (params.slot_mapping == nullptr) {
+      with_sequences_on_host(params, scope, [op](const WriteKvParams& host) {
+        paged_attn::check_write_content(op, host);
+      });
+      return;
+    }
+    scope.expect_no_capture();
+    WriteKvParams host = params;
+    const int64_t bytes = params.num_tokens * (params.slots_are_int64 ? 8 : 4);
+    const auto slots = scope.to_host(static_cast<const char*>(params.slot_mapping), bytes);
+    host.slot_mapping = slots.data();
+    paged_attn::check_write_content(op, host);
   }
 };
 

@@ -1,0 +1,30 @@
+// Loops over indices of 64 bits.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "decode/heuristics.h"
+
+namespace paged_attn::cuda {
+
+constexpr int kThreads = 256;
+
+// Blocks for `total` items, one a thread in each of its rounds: enough to fill the device while
+// others end, and where there are more, few rounds each.
+inline unsigned blocks_for(int64_t total, const DeviceLimits& limits) {
+  constexpr int64_t kRounds = 4, kMostBlocks = 1 << 30;
+  const int64_t one_round = (total + kThreads - 1) / kThreads;
+  const int64_t blocks = std::max((one_round + kRounds - 1) / kRounds,
+                                  std::min<int64_t>(one_round, 8 * int64_t{limits.num_sms}));
+  return static_cast<unsigned>(std::min(blocks, kMostBlocks));
+}
+
+// n / d for n >= 0, d >= 1. NOTE: 64 bits wide a division takes a hundred instructions, four times
+// as many as 32 bits wide, and nearly all indices fit in those.
+__device__ __forceinline__ int64_t quotient(int64_t n, int64_t d) {
+  if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
+  return n / d;
+}
+
+}  // namespace paged_attn::cuda
