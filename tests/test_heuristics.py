@@ -165,7 +165,7 @@ def test_rows_beyond_a_tile_share_the_ring() -> None:
 
 
 def test_what_decides_a_sequences_bits_does_not_depend_on_the_batch() -> None:
-    """Where batch_invariant is asked for; the grid and the line's steps decide only who computes."""
+    """Where batch_invariant is asked for; the line's steps decide only who computes what."""
     for heads, head_dim, cache_bytes in itertools.product(HEADS, HEAD_DIMS, [1, 2]):
         chosen = {
             choose(

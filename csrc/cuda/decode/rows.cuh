@@ -2,6 +2,9 @@
 // r % group of the head's group.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "schedule.cuh"
 
 namespace paged_attn::cuda {
@@ -52,12 +55,16 @@ struct RowTile {
   }
 };
 
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
 // The logit that query head `head` attends to besides its keys; -inf if there is none.
 template <typename T>
 __device__ __forceinline__ float sink_of(const DecodeParams& p, int64_t head) {
   if (p.sinks == nullptr) return -INFINITY;
   if (p.sinks_are_fp32) return static_cast<const float*>(p.sinks)[head];
-  return static_cast<float>(static_cast<const T*>(p.sinks)[head]);
+  return to_float(static_cast<const T*>(p.sinks)[head]);
 }
 
 }  // namespace paged_attn::cuda
