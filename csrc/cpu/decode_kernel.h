@@ -67,7 +67,7 @@ void load_queries(const Piece& piece, typename Dot<Cache>::Query* queries) {
   for (int64_t g = 0; g < piece.num_heads; ++g) {
     for (int64_t r = 0; r < piece.num_rows; ++r, queries += stride) {
       const int64_t row = piece.first_row + r;
-      const Element* from = q + row / group_size(piece) * params.q_strides.token +
+      const Element* from = q + row / piece.group_size * params.q_strides.token +
                             query_head(piece, g, row) * params.q_strides.head;
       int64_t d = 0;
       for (; d < params.head_dim; d += 8) Dot<Cache>::store_query8(from + d, queries + d);

@@ -83,7 +83,7 @@ void write_output(const Piece& piece, const float* records, int64_t head_stride)
     const float v_scale = scale_of_head(params.v_scale, piece.first_head + g);
     for (int64_t r = 0; r < piece.num_rows; ++r) {
       const int64_t row = piece.first_row + r;
-      const int64_t token = row / group_size(piece);
+      const int64_t token = row / piece.group_size;
       const int64_t head = query_head(piece, g, row);
       float* lse = params.lse == nullptr
                        ? nullptr
@@ -108,7 +108,7 @@ void merge(const Piece& piece) {
       }
     }
   }
-  const int64_t rows = piece.query_len * group_size(piece);
+  const int64_t rows = piece.query_len * piece.group_size;
   write_output<T>(piece, partial_records(piece, 0, 0), rows * piece.record.size);
 }
 

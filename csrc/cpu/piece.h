@@ -50,6 +50,7 @@ struct Piece {
   int64_t out_offset;
   int64_t lse_offset;
 
+  int64_t group_size;  // query heads of a KV head
   int64_t first_row;
   int64_t num_rows;
   int64_t first_head;  // KV heads

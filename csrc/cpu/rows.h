@@ -13,18 +13,13 @@ inline int64_t round_up(int64_t x, int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
-// Query heads of a KV head.
-inline int64_t group_size(const Piece& piece) {
-  return piece.params->num_heads / piece.params->num_kv_heads;
-}
 // The query head of row r of the sequence and the piece's KV head g.
 inline int64_t query_head(const Piece& piece, int64_t g, int64_t row) {
-  const int64_t group = group_size(piece);
-  return (piece.first_head + g) * group + row % group;
+  return (piece.first_head + g) * piece.group_size + row % piece.group_size;
 }
 // The position in the sequence of row r's query token; negative if it lies before the first key.
 inline int64_t query_position(const Piece& piece, int64_t row) {
-  return piece.context_len - piece.query_len + row / group_size(piece);
+  return piece.context_len - piece.query_len + row / piece.group_size;
 }
 
 // Keys [begin, end) of a sequence.
@@ -53,7 +48,7 @@ inline float scale_of_head(const CacheScale& scale, int64_t kv_head) {
 
 // Where the piece's records of a chunk are in the partial results.
 inline float* partial_records(const Piece& piece, int64_t chunk, int64_t head) {
-  const int64_t rows = piece.query_len * group_size(piece);
+  const int64_t rows = piece.query_len * piece.group_size;
   return piece.partials + chunk * piece.partial_stride +
          ((piece.first_head + head) * rows + piece.first_row) * piece.record.size;
 }

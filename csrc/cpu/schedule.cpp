@@ -133,7 +133,8 @@ Schedule::Assignment Schedule::assignment(int64_t index, float* partials) const 
   const int64_t local = index - cut.first_piece;
   const int64_t chunk_pieces = cut.is_split ? cut.num_chunks : 1;
   const int64_t rows_and_heads = local / chunk_pieces;
-  const int64_t rows = sequence.query_len * (params_.num_heads / params_.num_kv_heads);
+  const int64_t group = params_.num_heads / params_.num_kv_heads;
+  const int64_t rows = sequence.query_len * group;
 
   Assignment result{};
   Piece& piece = result.piece;
@@ -146,6 +147,7 @@ Schedule::Assignment Schedule::assignment(int64_t index, float* partials) const 
   piece.q_offset = sequence.q_offset;
   piece.out_offset = sequence.out_offset;
   piece.lse_offset = sequence.lse_offset;
+  piece.group_size = group;
   piece.first_row = rows_and_heads / cut.num_head_groups * cut.tile_rows;
   piece.num_rows = std::min(cut.tile_rows, rows - piece.first_row);
   piece.first_head = rows_and_heads % cut.num_head_groups * cut.piece_heads;
