@@ -211,19 +211,36 @@ def test_too_little_shared_memory_is_noticed() -> None:
 
 
 def test_the_sanitizers_subset_touches_every_kernel() -> None:
+    names = {
+        torch.float16: "fp16",
+        torch.bfloat16: "bf16",
+        torch.float32: "fp32",
+        torch.float8_e4m3fn: "e4m3",
+        torch.float8_e5m2: "e5m2",
+    }
     touched = set()
-    for shape, dtype, head_dim, rows, limit in itertools.product(
-        every_kernel.SHAPES, every_kernel.DTYPES, every_kernel.HEAD_DIMS, [1, 16], [227, 99]
+    for shape, (dtype, cache_dtype), head_dim, rows, limit in itertools.product(
+        every_kernel.SHAPES,
+        every_kernel.DTYPE_PAIRS,
+        every_kernel.HEAD_DIMS,
+        [1, 16],
+        [227, 99],
     ):
-        lens, _, heads = shape
+        lens, _, heads, options = shape
         queries = {"query_len": rows}
         if rows == 1:
             queries = {"ragged_tokens": sum(every_kernel.short_queries(len(lens)))}
-        element_bytes = torch.empty((), dtype=dtype).element_size()
         config = choose(
-            len(lens), heads, head_dim, element_bytes=element_bytes, shared_kb=limit, **queries
+            len(lens),
+            heads,
+            head_dim,
+            element_bytes=dtype.itemsize,
+            cache_bytes=cache_dtype.itemsize,
+            batch_invariant="batch_invariant" in options,
+            shared_kb=limit,
+            **queries,
         )
-        name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+        name = names[dtype] if cache_dtype == dtype else f"{names[dtype]}_{names[cache_dtype]}"
         touched.add(
             f"{name}_d{config.head_dim}_rings{config.rings}_rows{8 * config.row_tiles}"
             f"_stages{config.stages}"
