@@ -157,6 +157,9 @@ def test_checks_of_copy(draw: Draw, device: str, checks: None) -> None:
     cache = draw.normal(3, 4, 2, 8)
     before, value = cache.clone(), cache.clone()
     ops.copy_blocks([cache.clone()], [value], torch.tensor([[0, 1]], device=device))
+    none, nothing = cache[:0], torch.tensor([[0, 0]], device=device)
+    with pytest.raises(IndexError, match=r"block_mapping\[0, 0\] must be in \[0, 0\)"):
+        ops.copy_blocks([none], [none], nothing)
     for pair, place, got in (([3, 0], "1, 0", 3), ([0, -1], "1, 1", -1)):
         mapping = torch.tensor([[0, 1], pair], device=device)
         message = (
