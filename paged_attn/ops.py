@@ -345,9 +345,10 @@ def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor
 def set_checks(enabled: bool) -> bool:
     """Switches checks mode, which looks for bad content before anything is written.
 
-    Block ids, context lengths, `cu_seqlens_q` and slots that would give NaN rows or be skipped
-    raise IndexError instead, naming sequence, column, value and limit. On CUDA every call then
-    waits for the device. The environment variable PAGED_ATTN_CHECK=1 has it on from the start.
+    Block ids, context lengths, `cu_seqlens_q`, slots and block mappings that would give NaN rows
+    or be skipped raise IndexError instead, naming entry, value and limit. On CUDA every call that
+    takes one of them from the device then waits for it. The environment variable
+    PAGED_ATTN_CHECK=1 has it on from the start.
 
     Args:
         enabled: Whether checks are on from now on, in all threads.
