@@ -205,6 +205,26 @@ def test_swap_of_every_layout(draw: Draw, device: str, dtype: torch.dtype, layou
     same_storages(srcs, before)
 
 
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [[0, 5], [1, 2], [2, 3]],
+        [[0, 2], [3, 3], [4, 4]],
+        [[3, 3], [2, 2], [1, 1]],
+        [[0, 0], [1, 1], [-1, 2], [2, 2], [3, 4]],
+    ],
+    ids=str,
+)
+def test_swap_of_neighbours_on_one_side_only(
+    draw: Draw, device: str, pairs: list[list[int]]
+) -> None:
+    src, dst = draw.normal(6, 4, 8), torch.zeros(6, 4, 8, device=device)
+    expected = dst.clone()
+    ops.swap_blocks([src], [dst], torch.tensor(pairs))
+    reference.swap_blocks([src], [expected], torch.tensor(pairs))
+    assert_same_bits(dst, expected)
+
+
 def test_swap_within_one_tensor(draw: Draw, device: str) -> None:
     cache = draw.normal(6, 4, 2, 8)
     before = cache.clone()
