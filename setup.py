@@ -92,15 +92,14 @@ TORCH_FLAGS += [x for folder in cpp_extension.include_paths() for x in ("-isyste
 sanitize = os.environ.get("PAGED_ATTN_SANITIZE") == "1"
 LINK_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] * sanitize
 CXX_FLAGS += ["-O1", "-g1", *LINK_FLAGS] * sanitize
-
-SHARED_BY_LIBRARIES = ["argument", "shared_checks", "checks", "cache_checks", "content"]
+SHARED = ["argument", "shared_checks", "checks", "cache_checks", "content"]
 
 
 def torch_library(name: str, files: list[str], libraries: list[str], compile_args, link_args):
     """A library of ops: not a Python module, so that it depends on no Python version."""
     return setuptools.Extension(
         f"paged_attn.{name}",
-        [f"csrc/torch/{shared}.cpp" for shared in SHARED_BY_LIBRARIES] + files,
+        [f"csrc/torch/{shared}.cpp" for shared in SHARED] + files,
         library_dirs=cpp_extension.library_paths(),
         libraries=["c10", "torch", "torch_cpu", *libraries],
         extra_compile_args=compile_args,

@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from . import _library as _library
+from . import _registrations as _registrations
 from . import reference as reference
 from ._block_manager import BlockManager, OutOfBlocks, UnknownSequence
 from .ops import (

@@ -157,6 +157,9 @@ def test_checks_of_copy(draw: Draw, device: str, checks: None) -> None:
     cache = draw.normal(3, 4, 2, 8)
     before, value = cache.clone(), cache.clone()
     ops.copy_blocks([cache.clone()], [value], torch.tensor([[0, 1]], device=device))
+    none, nothing = cache[:0], torch.tensor([[0, 0]], device=device)
+    with pytest.raises(IndexError, match=r"block_mapping\[0, 0\] must be in \[0, 0\)"):
+        ops.copy_blocks([none], [none], nothing)
     for pair, place, got in (([3, 0], "1, 0", 3), ([0, -1], "1, 1", -1)):
         mapping = torch.tensor([[0, 1], pair], device=device)
         message = (
@@ -200,6 +203,26 @@ def test_swap_of_every_layout(draw: Draw, device: str, dtype: torch.dtype, layou
     reference.swap_blocks(srcs, expected, mapping)
     same_storages(ours, expected)
     same_storages(srcs, before)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [[0, 5], [1, 2], [2, 3]],
+        [[0, 2], [3, 3], [4, 4]],
+        [[3, 3], [2, 2], [1, 1]],
+        [[0, 0], [1, 1], [-1, 2], [2, 2], [3, 4]],
+    ],
+    ids=str,
+)
+def test_swap_of_neighbours_on_one_side_only(
+    draw: Draw, device: str, pairs: list[list[int]]
+) -> None:
+    src, dst = draw.normal(6, 4, 8), torch.zeros(6, 4, 8, device=device)
+    expected = dst.clone()
+    ops.swap_blocks([src], [dst], torch.tensor(pairs))
+    reference.swap_blocks([src], [expected], torch.tensor(pairs))
+    assert_same_bits(dst, expected)
 
 
 def test_swap_within_one_tensor(draw: Draw, device: str) -> None:

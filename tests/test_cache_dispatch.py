@@ -10,15 +10,13 @@ import torch
 from accuracy import assert_same_bits
 from attention_case import DTYPES, Draw
 from test_append import twin
+from test_block_arguments import copy_arguments, merge_arguments, swap_arguments
 from test_blocks import same_storages, twins
 from test_cache import FP8
 from test_cache_arguments import (
     append_arguments,
     append_decode_arguments,
     cache_arguments,
-    copy_arguments,
-    merge_arguments,
-    swap_arguments,
     tensors_of,
 )
 from test_dispatch import batches, mark_dynamic

@@ -29,6 +29,7 @@ void copy_block(const BlockPool& pool, int64_t source, int64_t destination) {
 }  // namespace
 
 void copy_blocks(const CopyBlocksParams& p, const ThreadPool& threads) {
+  if (p.num_pools == 0) return;
   const BlockLayout& layout = p.pools[0].layout;
   const int64_t block_bytes = layout.outer * layout.inner * layout.run;
   // A range of pools each: chained pairs are undefined, but two threads at one block are a race.

@@ -95,14 +95,16 @@ __device__ __forceinline__ Vector<To, kElements> stored(const Vector<From, kElem
   if constexpr (std::is_integral_v<From>) {
     return from;
   } else {
-    const float divisor = scale != nullptr ? *scale : 1.f;
-    float quotients[kElements];
+    float values[kElements];
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      quotients[i] = __fdiv_rn(to_float(from.elements[i]), divisor);
+    for (int i = 0; i < kElements; ++i) values[i] = to_float(from.elements[i]);
+    if (scale != nullptr) {
+      const float divisor = *scale;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) values[i] = __fdiv_rn(values[i], divisor);
     }
     Vector<To, kElements> to;
-    store(quotients, to);
+    store(values, to);
     return to;
   }
 }
@@ -125,9 +127,10 @@ __device__ __forceinline__ T* slot_of(void* cache, const CacheStrides& strides, 
          head * strides.head;
 }
 
-// A thread takes a vector of key and the same one of value.
+// A thread takes a vector of key and the same one of value. NOTE: asked for 5 blocks a
+// multiprocessor, the compiler has the registers that it else spills to make room for 6.
 template <typename From, typename To, int kElements>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     write_kv_kernel(const __grid_constant__ WriteKvParams p) {
   const bool good = p.cu_seqlens_q == nullptr || all_entries_are_good(p);
   const int64_t vectors = p.head_dim / kElements;

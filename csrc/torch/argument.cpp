@@ -22,11 +22,6 @@ void throw_bad_argument(const char* op, const std::string& argument, const std::
                               expected + ", got " + got);
 }
 
-void throw_not_supported(const char* op, const char* what) {
-  throw std::invalid_argument("paged_attn." + std::string(op) + ": " + what +
-                              " is not supported yet");
-}
-
 std::string dtype_name(int32_t code) {
   const struct {
     int32_t code;

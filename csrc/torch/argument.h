@@ -11,7 +11,6 @@ namespace paged_attn {
 
 [[noreturn]] void throw_bad_argument(const char* op, const std::string& argument,
                                      const std::string& expected, const std::string& got);
-[[noreturn]] void throw_not_supported(const char* op, const char* what);
 
 std::string dtype_name(int32_t code);
 std::string device_name(DeviceId device);

@@ -208,12 +208,14 @@ CopyBlocksParams check_copy_blocks(const std::vector<Tensor>& k_caches,
   const Argument block_mapping(kOp, "block_mapping", block_mapping_tensor);
   check_block_mapping(block_mapping);
   CopyBlocksParams p{};
+  if (k_caches.empty()) return p;
+  const Argument first(kOp, "k_caches", 0, k_caches[0]);
+  block_mapping.expect_device_of(first);
   p.alignment = 16;
   pools.reserve(2 * k_caches.size());
   for (const auto* list : {&k_caches, &v_caches}) {
     const char* name = list == &k_caches ? "k_caches" : "v_caches";
     for (size_t i = 0; i < list->size(); ++i) {
-      const Argument first(kOp, "k_caches", 0, k_caches[0]);
       const Argument cache(kOp, name, static_cast<int64_t>(i), (*list)[i]);
       if (cache.rank() != 4) {
         cache.fail("[num_blocks, block_size, num_kv_heads, head_dim]", cache.shape());
@@ -228,9 +230,6 @@ CopyBlocksParams check_copy_blocks(const std::vector<Tensor>& k_caches,
       pools.push_back(block_pool(cache));
       p.alignment = std::min(p.alignment, alignment_of(pools.back()));
     }
-  }
-  if (!k_caches.empty()) {
-    block_mapping.expect_device_of(Argument(kOp, "k_caches", 0, k_caches[0]));
   }
   p.pools = pools.data();
   p.num_pools = static_cast<int64_t>(pools.size());
@@ -249,11 +248,12 @@ SwapBlocksParams check_swap_blocks(const std::vector<Tensor>& srcs, const std::v
     block_mapping.fail("on the CPU", device_name(block_mapping.device()));
   }
   SwapBlocksParams p{};
+  if (srcs.empty()) return p;
+  const Argument first_src(kOp, "srcs", 0, srcs[0]), first_dst(kOp, "dsts", 0, dsts[0]);
   p.block_mapping = block_mapping.data_as<int64_t>();
   p.num_pairs = block_mapping.size(0);
   for (size_t i = 0; i < srcs.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    const Argument first_src(kOp, "srcs", 0, srcs[0]), first_dst(kOp, "dsts", 0, dsts[0]);
     const Argument src(kOp, "srcs", index, srcs[i]), dst(kOp, "dsts", index, dsts[i]);
     if (src.rank() < 1) src.fail("of blocks, its first dimension", "a scalar");
     src.expect_dtype(first_src.dtype());
@@ -273,8 +273,9 @@ SwapBlocksParams check_swap_blocks(const std::vector<Tensor>& srcs, const std::v
     }
     bool is_same = dst.rank() == src.rank();
     for (int64_t d = 1; is_same && d < src.rank(); ++d) is_same = dst.size(d) == src.size(d);
-    if (!is_same)
+    if (!is_same) {
       dst.fail("of blocks like those of " + src.name() + ", " + src.shape(), dst.shape());
+    }
     for (int64_t d = 1; is_same && d < src.rank(); ++d) is_same = dst.step(d) == src.step(d);
     if (!is_same) {
       dst.fail("of blocks with the strides of " + src.name() + "'s, " + src.strides(),
@@ -320,11 +321,11 @@ MergeStatesParams check_merge_states(const std::vector<Tensor>& outs,
     throw_bad_argument(kOp, "outs", "from 1 to " + std::to_string(kMaxStates) + " tensors",
                        std::to_string(outs.size()));
   }
+  const Argument first(kOp, "outs", 0, outs[0]);
   MergeStatesParams p{};
   p.num_states = static_cast<int64_t>(outs.size());
   for (size_t i = 0; i < outs.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    const Argument first(kOp, "outs", 0, outs[0]);
     const Argument out(kOp, "outs", index, outs[i]), lse(kOp, "lses", index, lses[i]);
     const int64_t rank = out.rank();
     if (rank < 2) out.fail("[..., num_heads, head_dim]", out.shape());

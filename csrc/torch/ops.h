@@ -119,7 +119,7 @@ struct Ops {
                           const Tensor& block_mapping) {
     std::vector<BlockPool> pools;
     const CopyBlocksParams params = check_copy_blocks(k_caches, v_caches, block_mapping, pools);
-    if (params.num_pools > 0) Backend::copy_blocks(params, block_mapping);
+    if (!k_caches.empty()) Backend::copy_blocks(params, block_mapping);
   }
 
   static void swap_blocks(const std::vector<Tensor>& srcs, const std::vector<Tensor>& dsts,
