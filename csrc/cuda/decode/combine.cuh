@@ -3,8 +3,7 @@
 // a fixed order, so that the result does not depend on who comes when.
 #pragma once
 
-#include "rows.cuh"
-#include "softmax.cuh"
+#include "results.cuh"
 #include "tile.cuh"
 
 namespace paged_attn::cuda {
@@ -15,22 +14,6 @@ struct CutUnit {
   int blocks[2];  // the first and the last
   int chunks;     // batch-invariant: of the unit that this block has
   int all_chunks;
-};
-
-// Where a segment's result goes: to the rows if it is final, else to a part in scratch. What the
-// part holds already may be added first. In one register, for they are scarce where this is kept.
-class Target {
- public:
-  Target() = default;
-  __device__ __forceinline__ Target(int part, bool fold, bool to_rows)
-      : packed_(part << 2 | fold << 1 | to_rows) {}
-
-  __device__ __forceinline__ int part() const { return packed_ >> 2; }
-  __device__ __forceinline__ bool fold() const { return (packed_ & 2) != 0; }
-  __device__ __forceinline__ bool to_rows() const { return (packed_ & 1) != 0; }
-
- private:
-  int packed_ = 1;  // to the rows
 };
 
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles>
@@ -55,6 +38,7 @@ class Combiner {
                                       Shared& shared, uint64_t* group_barrier, int head_lane,
                                       int token_lane, int row_tile, int lane)
       : params_(params),
+        results_(params, lane),
         rings_(rings),
         ring_bytes_(ring_bytes),
         shared_(shared),
@@ -76,16 +60,16 @@ class Combiner {
       RowStats stats = state.stats;
       Fold fold;
       if constexpr (kRings == 1) fold = fold_into(target, stats);
-      const Destination to = destination(rows, stats, target);
+      const auto to = results_.destination(rows, stats, target);
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) {
         float4 out = state.out[i];
         if constexpr (kRings == 1) {
-          if (target.fold()) out = fold(load_output(target.part(), i), out);
+          if (target.fold()) out = fold(results_.load_output(target.part(), i), out);
         }
-        emit(to, i, out);
+        results_.emit(to, i, out);
       }
-      emit_stats(rows, stats, target);
+      results_.emit_stats(rows, stats, target);
       return;
     }
     if (token_lane_ < lanes_used) {
@@ -114,7 +98,7 @@ class Combiner {
     stats.max = max_over_tokens(of_lane[0].max);
     stats.add(of_lane, factor, params_.scale_log2);
     const Fold fold = fold_into(target, stats);
-    const Destination to = destination(rows, stats, target);
+    const auto to = results_.destination(rows, stats, target);
 #pragma unroll 1
     for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
       float4 total = make_float4(0, 0, 0, 0);
@@ -126,12 +110,12 @@ class Combiner {
           add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
         }
       }
-      if (target.fold()) total = fold(load_output(target.part(), i), total);
-      emit(to, i, total);
+      if (target.fold()) total = fold(results_.load_output(target.part(), i), total);
+      results_.emit(to, i, total);
     }
     // Until all have read what the part held.
     if (target.fold()) group_barrier_.wait();
-    if (token_lane_ == 0) emit_stats(rows, stats, target);
+    if (token_lane_ == 0) results_.emit_stats(rows, stats, target);
     group_barrier_.wait();
   }
 
@@ -214,8 +198,8 @@ class Combiner {
         __ldcg(params_.prefix_chunks + first_block * params_.head_lanes + head_lane_);
 #pragma unroll 1
     for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
-      RowStats stats = load_stats(chunk_part_of(first_block, 0));
-      float4 total = load_output(chunk_part_of(first_block, 0), i);
+      RowStats stats = results_.load_stats(chunk_part_of(first_block, 0));
+      float4 total = results_.load_output(chunk_part_of(first_block, 0), i);
 #pragma unroll 1
       for (int begin = prefix; begin < cut.all_chunks; begin += 4) {
         RowStats each[4];
@@ -223,8 +207,8 @@ class Combiner {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const int part = chunk_part_of(first_block, min(begin + k, cut.all_chunks - 1));
-          each[k] = load_stats(part);
-          outs[k] = load_output(part, i);
+          each[k] = results_.load_stats(part);
+          outs[k] = results_.load_output(part, i);
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -233,27 +217,18 @@ class Combiner {
           }
         }
       }
-      emit(destination(rows, stats, Target{}), i, total);
-      if (token_lane_ == 0 && i == 0) emit_stats(rows, stats, Target{});
+      results_.emit(results_.destination(rows, stats, Target{}), i, total);
+      if (token_lane_ == 0 && i == 0) results_.emit_stats(rows, stats, Target{});
     }
   }
 
   // Adds what the target holds to `stats`, if it does.
   __device__ __forceinline__ Fold fold_into(const Target& target, RowStats& stats) const {
     if (!target.fold()) return {};
-    RowStats before = load_stats(target.part());
+    RowStats before = results_.load_stats(target.part());
     const Fold fold(before, stats, params_.scale_log2);
     stats = before;
     return fold;
-  }
-
-  __device__ __forceinline__ RowStats load_stats(int part) const {
-    const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
-    return {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
-  }
-
-  __device__ __forceinline__ float4 load_output(int part, int fragment) const {
-    return __ldcg(params_.partial_outputs + (part * kFragments + fragment) * 32 + lane_);
   }
 
   // kEach fragments at a time, and as many parts as keep 16 loads under way.
@@ -281,7 +256,7 @@ class Combiner {
           each[h].clear();
           if (i < count) {
             const int part = place + i * step + (i == 0 ? begins_here : 0);
-            each[h] = load_stats(part);
+            each[h] = results_.load_stats(part);
           }
         }
 #pragma unroll 1
@@ -313,12 +288,13 @@ class Combiner {
           }
         }
       }
-      const Destination to = destination(rows, total.stats, Target{});
+      const auto to = results_.destination(rows, total.stats, Target{});
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
-        if (done + k < own_fragments()) emit(to, first_fragment() + done + k, total.out[k]);
+        if (done + k < own_fragments())
+          results_.emit(to, first_fragment() + done + k, total.out[k]);
       }
-      if (token_lane_ == 0 && done == 0) emit_stats(rows, total.stats, Target{});
+      if (token_lane_ == 0 && done == 0) results_.emit_stats(rows, total.stats, Target{});
     }
   }
 
@@ -354,104 +330,8 @@ class Combiner {
     return reinterpret_cast<float4*>(rings_ + ring * ring_bytes_ + slot * kSlotBytes);
   }
 
-  // Where fragments go: to scratch as they are, or normalised to this lane's row of out.
-  struct Destination {
-    bool is_part;
-    float4* scratch;  // null: none of this lane's rows exists
-    T* out_row;       // null: there is none
-    float2 factor;
-  };
-
-  __device__ __forceinline__ Destination destination(const RowTile& rows, const RowStats& stats,
-                                                     const Target& target) const {
-    Destination to{!target.to_rows(), nullptr, nullptr, make_float2(0, 0)};
-    if (to.is_part) {
-      if (rows.exists(2 * (lane_ & 3))) {
-        to.scratch = params_.partial_outputs + target.part() * kFragments * 32 + lane_;
-      }
-      return to;
-    }
-    if (rows.exists(lane_ >> 2)) {
-      to.out_row = static_cast<T*>(params_.decode.out) +
-                   rows.offset(params_, params_.decode.out_strides, lane_ >> 2);
-    }
-    to.factor = make_float2(row_result(rows, stats, 0).factor, row_result(rows, stats, 1).factor);
-    return to;
-  }
-
-  // What makes a result of a row's sums.
-  struct RowResult {
-    float factor;  // of its outputs
-    float lse;
-  };
-
-  // Of row 2 * (lane % 4) + r.
-  __device__ __forceinline__ RowResult row_result(const RowTile& rows, const RowStats& stats,
-                                                  int r) const {
-    const DecodeParams& p = params_.decode;
-    const float max = r == 0 ? stats.max.x : stats.max.y;
-    // Exponents of 2 from here on. The weights of a row that saw no key are all 0.
-    float reference = max == -INFINITY ? 0.f : max * params_.scale_log2;
-    float keys_weight = 1, sink_weight = 0;
-    if (p.sinks != nullptr) {
-      constexpr float kLog2E = 1.44269504088896340f;
-      const int row = 2 * (lane_ & 3) + r;
-      const float sink =
-          rows.exists(row) ? sink_of<T>(p, rows.head(params_, row)) * kLog2E : -INFINITY;
-      if (sink > -INFINITY) {
-        const float top = max == -INFINITY ? sink : fmaxf(reference, sink);
-        keys_weight = power_of_2(reference - top);
-        sink_weight = power_of_2(sink - top);
-        reference = top;
-      }
-    }
-    constexpr float kLn2 = 0.69314718055994531f;
-    const float sum = fmaf(keys_weight, r == 0 ? stats.sum.x : stats.sum.y, sink_weight);
-    const float exact_sum =
-        fmaf(keys_weight, r == 0 ? stats.exact_sum.x : stats.exact_sum.y, sink_weight);
-    RowResult result;
-    result.factor = sum == 0 ? 0.f : __fdividef(keys_weight, sum);
-    if (p.v_scale.data != nullptr && result.factor != 0) {
-      const int64_t last = p.num_kv_heads - 1;  // a spare head lane asks for more
-      result.factor *=
-          __ldg(p.v_scale.data + min(static_cast<int64_t>(rows.kv_head), last) * p.v_scale.stride);
-    }
-    result.lse = (reference + log2f(exact_sum)) * kLn2;
-    return result;
-  }
-
-  __device__ __forceinline__ void emit(const Destination& to, int i, float4 o) const {
-    if (to.is_part) {
-      if (to.scratch != nullptr) __stcg(to.scratch + i * 32, o);
-    } else {
-      scale_rows(o, to.factor);
-      Math::store(to.out_row, i, o, static_cast<int>(params_.decode.head_dim),
-                  params_.out_is_aligned, lane_);
-    }
-  }
-
-  __device__ __forceinline__ void emit_stats(const RowTile& rows, const RowStats& stats,
-                                             const Target& target) const {
-    if (lane_ >= 4) return;
-    if (!target.to_rows()) {
-      float2* to = params_.partial_states + (target.part() * 4 + lane_) * 3;
-      __stcg(to, stats.max);
-      __stcg(to + 1, stats.sum);
-      __stcg(to + 2, stats.exact_sum);
-      return;
-    }
-    if (params_.decode.lse == nullptr) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = 2 * lane_ + r;
-      if (rows.exists(row)) {
-        params_.decode.lse[rows.offset(params_, params_.decode.lse_strides, row)] =
-            row_result(rows, stats, r).lse;
-      }
-    }
-  }
-
   const DeviceParams& params_;
+  Results<T, C, kHeadDim> results_;
   uint8_t* rings_;
   int ring_bytes_;
   Shared& shared_;
