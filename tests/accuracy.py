@@ -16,6 +16,15 @@ from paged_attn import reference
 # Below this many elements a mean error says little about rounding.
 MEAN_ELEMENTS = 4096
 
+# The running test's errors over what is allowed, the largest of each kind, for conftest.py.
+ratios: dict[str, float] = {}
+
+
+def within(kind: str, error: float, bar: float) -> bool:
+    """Whether an error is allowed; notes how much of its bar it takes."""
+    ratios[kind] = max(ratios.get(kind, 0.0), error / bar if bar > 0 else 0.0)
+    return error <= bar
+
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
@@ -119,11 +128,11 @@ def assert_accurate(case: Case, out: Tensor, lse: Tensor | None = None) -> None:
         unit = ulp(expected[judged].abs().max(), out.dtype)
         bar = max(float(plain_error.max()), float(unit)) + slack
         worst = float(error[judged].max())
-        assert worst <= bar, f"largest error {worst:.3g}, allowed {bar:.3g}"
+        assert within("largest", worst, bar), f"largest error {worst:.3g}, allowed {bar:.3g}"
         if int(judged.sum()) >= MEAN_ELEMENTS:
             bar = float(plain_error.mean()) + slack
             mean = float(error[judged].mean())
-            assert mean <= bar, f"mean error {mean:.4g}, allowed {bar:.4g}"
+            assert within("mean", mean, bar), f"mean error {mean:.4g}, allowed {bar:.4g}"
     if lse is not None:
         assert_lse(lse, expected_lse)
 
@@ -135,7 +144,9 @@ def assert_lse(lse: Tensor, expected: Tensor) -> None:
     same = (lse.double() == expected) | (lse.isnan() & expected.isnan())
     assert bool(same[~finite].all()), "an infinite or NaN lse differs"
     error = (lse.double() - expected).abs()[finite] / expected.abs().clamp(min=1.0)[finite]
-    assert not bool((~(error <= 1e-5)).any()), f"lse error {float(error.max()):.3g}"
+    if error.numel():
+        worst = float(error.max())
+        assert within("lse", worst, 1e-5), f"lse error {worst:.3g}, allowed 1e-5"
 
 
 def assert_same_bits(first: Tensor, second: Tensor) -> None:

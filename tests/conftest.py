@@ -7,6 +7,7 @@ import secrets
 import zlib
 from collections.abc import Iterator
 
+import accuracy
 import pytest
 import torch
 from attention_case import Draw
@@ -28,9 +29,34 @@ def pytest_report_header() -> str:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
+    if accuracy.ratios:
+        report.user_properties.append(("error_over_bar", dict(accuracy.ratios)))
+        accuracy.ratios.clear()
     if report.failed:
         command = f"PAGED_ATTN_TEST_SEED={SESSION_SEED} pytest '{item.nodeid}'"
         report.sections.append(("repeat with", command))
+
+
+worst: dict[str, tuple[float, str]] = {}
+judged = 0
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Also in the process that collects what others ran."""
+    global judged
+    for name, ratios in report.user_properties:
+        if name != "error_over_bar" or report.when != "call":
+            continue
+        judged += 1
+        for kind, ratio in ratios.items():
+            worst[kind] = max(worst.get(kind, (0.0, "")), (ratio, report.nodeid))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if judged:
+        terminalreporter.section(f"errors over what is allowed, worst of {judged} tests")
+    for kind, (ratio, test) in worst.items():
+        terminalreporter.write_line(f"{kind}: {ratio:.3f} in {test}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,7 @@ from attention_case import (
     build,
 )
 
-NUM_CONFIGS = int(os.environ.get("PAGED_ATTN_TEST_CONFIGS", "80"))
+NUM_CONFIGS = int(os.environ.get("PAGED_ATTN_TEST_CONFIGS", "1000"))
 PADDINGS = (0, -1, 2**31 - 1, 2147480000)
 
 
