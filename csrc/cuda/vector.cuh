@@ -2,11 +2,11 @@
 // even; to fp8 saturating, NaN staying NaN.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstring>
+
+#include "conversions.cuh"
 
 namespace paged_attn::cuda {
 
@@ -53,14 +53,6 @@ __device__ __forceinline__ void store_vector(const Vector<T, kElements>& vector,
   memcpy(&word, &vector, sizeof(vector));
   __stwb(reinterpret_cast<decltype(word)*>(to), word);
 }
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__device__ __forceinline__ void store(float x, float& to) { to = x; }
-__device__ __forceinline__ void store(float x, __half& to) { to = __float2half_rn(x); }
-__device__ __forceinline__ void store(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
 
 template <__nv_fp8_interpretation_t kKind, typename Fp8, int kElements>
 __device__ __forceinline__ void store_fp8(const float* x, Vector<Fp8, kElements>& to) {

@@ -1,9 +1,6 @@
 // What runs before the decode kernel: zeroes the arrival counters, writes the rows that no key
 // reaches, and finds which rows of q a ragged sequence owns. It first waits until all earlier work
 // is done; the decode kernel is chained to it and starts as soon as that is so.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -48,10 +45,6 @@ __device__ __forceinline__ void find_row_starts(const DeviceParams& params, int3
   }
 }
 
-__device__ __forceinline__ void convert(float x, float& to) { to = x; }
-__device__ __forceinline__ void convert(float x, __half& to) { to = __float2half(x); }
-__device__ __forceinline__ void convert(float x, __nv_bfloat16& to) { to = __float2bfloat16(x); }
-
 // Rows [begin, end) of sequence b, or of q if ragged: a warp for each token and head. The sinks are
 // all that rows see which a sequence owns.
 template <typename T>
@@ -59,7 +52,7 @@ __device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int6
                                           int64_t end, bool bad, bool owned) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(T));
   T value;
-  convert(bad ? NAN : 0.f, value);
+  store(bad ? NAN : 0.f, value);
   uint32_t word = 0;
   memcpy(&word, &value, sizeof(T));
   if (sizeof(T) == 2) word |= word << 16;

@@ -2,9 +2,7 @@
 // r % group of the head's group.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "../conversions.cuh"
 #include "schedule.cuh"
 
 namespace paged_attn::cuda {
@@ -54,10 +52,6 @@ struct RowTile {
            head(params, row) * strides.head;
   }
 };
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // The logit that query head `head` attends to besides its keys; -inf if there is none.
 template <typename T>
