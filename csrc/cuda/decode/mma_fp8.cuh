@@ -16,27 +16,36 @@
 
 namespace paged_attn::cuda {
 
-template <typename C>
-struct Fp8Pairs;
-template <>
-struct Fp8Pairs<__nv_fp8_e4m3> {
-  static constexpr __nv_fp8_interpretation_t kType = __NV_E4M3;
-};
-template <>
-struct Fp8Pairs<__nv_fp8_e5m2> {
-  static constexpr __nv_fp8_interpretation_t kType = __NV_E5M2;
-};
-
 // Bytes 0, 1 and 2, 3 as two pairs of fp16.
-template <typename C>
-__device__ __forceinline__ void convert_fp8(uint32_t bytes, uint32_t& low, uint32_t& high) {
-  const auto convert = [](uint32_t pair) {
-    const __half2_raw h =
-        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), Fp8Pairs<C>::kType);
-    return static_cast<uint32_t>(h.x) | static_cast<uint32_t>(h.y) << 16;
+__device__ __forceinline__ void convert_fp8(uint32_t bytes, uint32_t& low, uint32_t& high,
+                                            __nv_fp8_e5m2) {
+  // The upper byte of the same number in fp16.
+  low = __byte_perm(bytes, 0, 0x1404);
+  high = __byte_perm(bytes, 0, 0x3424);
+}
+
+__device__ __forceinline__ void convert_fp8(uint32_t bytes, uint32_t& low, uint32_t& high,
+                                            __nv_fp8_e4m3) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+#else
+  const auto convert = [](uint32_t in_upper_bytes) {
+    // One bit of exponent less than fp16, of a bias that is less by 8. All ones is its only NaN:
+    // one more would carry into the bit that fp16 has more.
+    uint32_t bits = (in_upper_bytes & 0x7f007f00) >> 1;
+    bits |= ((bits + 0x00800080) & 0x40004000) | (in_upper_bytes & 0x80008000);
+    const __half2 result = __hmul2(reinterpret_cast<const __half2&>(bits),
+                                   __half2half2(__ushort_as_half(0x5c00)));  // 256
+    return reinterpret_cast<const uint32_t&>(result);
   };
-  low = convert(bytes & 0xffff);
-  high = convert(bytes >> 16);
+  low = convert(__byte_perm(bytes, 0, 0x1404));
+  high = convert(__byte_perm(bytes, 0, 0x3424));
+#endif
 }
 
 template <typename T, typename C, int kHeadDim>
@@ -50,7 +59,7 @@ struct TileMath {
 
   struct Query {
     uint32_t fragment[kFragments][2];
-    float2 factor;  // of the scores of rows 2 * (lane % 4) and the next
+    uint32_t exponents;  // of the scores of rows 2 * (lane % 4) and the next, a byte each
   };
 
   static __device__ __forceinline__ void load_query(Query& query, const uint8_t* tile, int lane) {
@@ -80,8 +89,8 @@ struct TileMath {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         uint32_t a[4];
-        convert_fp8<C>(r[2 * j], a[0], a[2]);
-        convert_fp8<C>(r[2 * j + 1], a[1], a[3]);
+        convert_fp8(r[2 * j], a[0], a[2], C{});
+        convert_fp8(r[2 * j + 1], a[1], a[3], C{});
         mma(sum[(i + j) % kChains], a, query.fragment[i + j][0], query.fragment[i + j][1],
             __half{});
       }
@@ -91,7 +100,10 @@ struct TileMath {
       sum[0] = make_float4(sum[0].x + sum[i].x, sum[0].y + sum[i].y, sum[0].z + sum[i].z,
                            sum[0].w + sum[i].w);
     }
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) scale_rows(sum[0], query.factor);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      scale_rows(sum[0], make_float2(__uint_as_float(query.exponents << 23 & 0x7f800000),
+                                     __uint_as_float(query.exponents << 15 & 0x7f800000)));
+    }
     return sum[0];
   }
 
@@ -111,8 +123,8 @@ struct TileMath {
       for (int j = 0; j < 2; ++j) {
         // Bytes 0 and 2 are two tokens of one head dim, 1 and 3 of the next.
         uint32_t a[4];
-        convert_fp8<C>(__byte_perm(r[2 * j], 0, 0x3120), a[0], a[1]);
-        convert_fp8<C>(__byte_perm(r[2 * j + 1], 0, 0x3120), a[2], a[3]);
+        convert_fp8(__byte_perm(r[2 * j], 0, 0x3120), a[0], a[1], C{});
+        convert_fp8(__byte_perm(r[2 * j + 1], 0, 0x3120), a[2], a[3], C{});
         mma(out[i + j], a, b0, b1, __half{});
       }
     }
@@ -158,10 +170,10 @@ struct TileMath {
         query.fragment[i][j] = pack(x.x * factor, x.y * factor, __half{});
       }
     }
-    const float inverse = __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
+    const int inverse = 127 - shift;
     const int row = 2 * (lane & 3);
-    query.factor =
-        make_float2(__shfl_sync(~0u, inverse, row * 4), __shfl_sync(~0u, inverse, (row + 1) * 4));
+    query.exponents = __shfl_sync(~0u, inverse, row * 4) | __shfl_sync(~0u, inverse, (row + 1) * 4)
+                                                               << 8;
   }
 };
 
