@@ -192,8 +192,8 @@ class _ForwardOnly(torch.autograd.Function):
 def _append_decode_with_gradients(*args: Any, **options: Any) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         out: Tensor = _ops.append_decode(*args, **options)
-    inputs = [t for t in args[:3] if t.requires_grad] if torch.is_grad_enabled() else []
-    if inputs:
+    inputs = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+    if inputs and torch.is_grad_enabled():
         out = _ForwardOnly.apply(out, *inputs)
     return out
 

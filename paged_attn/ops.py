@@ -270,7 +270,7 @@ def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor
         ValueError: An argument of the wrong length, rank, shape, dtype, device or stride.
         RuntimeError: In backward: there is none.
     """
-    if not outs:
+    if isinstance(outs, (list, tuple)) and not outs:
         # Without a tensor there is no device, and the dispatcher does not know what to call.
         raise ValueError("paged_attn.merge_states: outs must be from 1 to 512 tensors, got 0")
     result: tuple[Tensor, Tensor] = _ops.merge_states(outs, lses)
