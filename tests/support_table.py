@@ -173,14 +173,14 @@ def page() -> str:
     fp32_rows = 8 * kernel_of(torch.float32, torch.float32, 128).row_tiles
     return f"""# What is supported
 
-Written by `python tests/support_table.py` from what the tests run. The same bodies of tests hold the
-CPU and CUDA to it; on CUDA they need a GPU (`make test-gpu`).
+Written by `python tests/support_table.py` from what the tests run. The same bodies of tests hold
+the CPU and CUDA to it; on CUDA they need a GPU (`make test-gpu`).
 
 ## decode: dtypes and options
 
-The dtypes of q, which is out's too, and of K and V. Every cell holds on the CPU and on CUDA, for all
-head dims, shapes and layouts below. "all" is every option together that goes with `causal=True`,
-"all noncausal" with `causal=False`.
+The dtypes of q, which is out's too, and of K and V. Every cell holds on the CPU and on CUDA, for
+all head dims, shapes and layouts below. "all" is every option together that goes with
+`causal=True`, "all noncausal" with `causal=False`.
 
 {dtypes_and_options()}
 
@@ -211,8 +211,8 @@ sequences.
 - Head dims without a CUDA kernel of their own: rows are padded with zeros in shared memory. Nothing
   more is read from the pool, but shared memory and arithmetic are those of the larger head dim.
 - fp32 on CUDA is computed on CUDA cores, one product at a time.
-- Rows are query tokens times H / G. Up to {rows} of a KV head ({fp32_rows} in fp32) share one reading
-  of K and V on CUDA; more take several passes, each reading K and V again.
+- Rows are query tokens times H / G. Up to {rows} of a KV head ({fp32_rows} in fp32) share one
+  reading of K and V on CUDA; more take several passes, each reading K and V again.
 - `batch_invariant` has one fixed layout and one way of splitting a sequence on CUDA, where other
   calls have those that fit the batch. On the CPU every call is batch invariant.
 - `softcap`, `window`, ALiBi, sinks and scales are branches of the same kernels.
@@ -224,8 +224,8 @@ sequences.
 
 {architectures()}
 
-The choice of a launch is tested for {listed(heuristics.SHARED_KB)} KB of shared memory a block: what
-8.9 and 12.0, 8.0, and 9.0 have.
+The choice of a launch is tested for {listed(heuristics.SHARED_KB)} KB of shared memory a block:
+what 8.9 and 12.0, 8.0, and 9.0 have.
 
 ## CPU instruction sets
 
