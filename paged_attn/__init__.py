@@ -6,17 +6,8 @@ from . import _library as _library
 from . import _registrations as _registrations
 from . import reference as reference
 from ._block_manager import BlockManager, OutOfBlocks, UnknownSequence
-from .ops import (
-    append_decode,
-    append_kv,
-    copy_blocks,
-    decode,
-    decode_with_lse,
-    merge_states,
-    reshape_and_cache,
-    set_checks,
-    swap_blocks,
-)
+from .cache_ops import append_kv, copy_blocks, reshape_and_cache, swap_blocks
+from .ops import append_decode, decode, decode_with_lse, merge_states, set_checks
 
 try:
     __version__ = version("paged-attn")

@@ -28,18 +28,14 @@ _OPS = [
 
 _ops = torch.ops.paged_attn
 
-_DECODE_ARGUMENTS = ["q", "k_cache", "v_cache", "block_tables", "context_lens", "cu_seqlens_q"]
 _CACHE_ARGUMENTS = ["key", "value", "k_cache", "v_cache"]
+_SEQUENCES = ["block_tables", "context_lens", "cu_seqlens_q"]
 _SCALES = ["k_scale", "v_scale"]
+_OPTIONS = ["alibi_slopes", "sinks", *_SCALES]
+_DECODE_ARGUMENTS = ["q", "k_cache", "v_cache", *_SEQUENCES, *_OPTIONS]
 _WRITE_ARGUMENTS = [*_CACHE_ARGUMENTS, "slot_mapping", *_SCALES]
-_APPEND_ARGUMENTS = [*_CACHE_ARGUMENTS, "block_tables", "context_lens", "cu_seqlens_q", *_SCALES]
-_APPEND_DECODE_ARGUMENTS = [
-    "q",
-    *_APPEND_ARGUMENTS[:-2],
-    "alibi_slopes",
-    "sinks",
-    *_SCALES,
-]
+_APPEND_ARGUMENTS = [*_CACHE_ARGUMENTS, *_SEQUENCES, *_SCALES]
+_APPEND_DECODE_ARGUMENTS = ["q", *_CACHE_ARGUMENTS, *_SEQUENCES, *_OPTIONS]
 
 
 def _expect_one_device(op: str, names: list[str], args: tuple[Any, ...], **outputs: Tensor) -> None:
@@ -196,8 +192,8 @@ class _ForwardOnly(torch.autograd.Function):
 def _append_decode_with_gradients(*args: Any, **options: Any) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         out: Tensor = _ops.append_decode(*args, **options)
-    inputs = [t for t in args[:3] if t.requires_grad] if torch.is_grad_enabled() else []
-    if inputs:
+    inputs = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+    if inputs and torch.is_grad_enabled():
         out = _ForwardOnly.apply(out, *inputs)
     return out
 

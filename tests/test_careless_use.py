@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from accuracy import assert_lse, assert_same_bits
 from attention_case import Draw, build
-from test_arguments import CANARY, HEADS, OVERLOADS, call, decode_arguments
+from test_arguments import (
+    ALL_OPTIONS,
+    CANARY,
+    HEADS,
+    OVERLOADS,
+    TENSORS,
+    Arguments,
+    call,
+    decode_arguments,
+)
+from test_cache_dispatch import BUILD
+
+import paged_attn
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)
-@pytest.mark.parametrize("argument", ["k_cache", "v_cache", "block_tables", "context_lens"])
+@pytest.mark.parametrize("argument", TENSORS[1:])
 def test_a_meta_tensor_among_real_ones(
     draw: Draw, device: str, argument: str, overload: str
 ) -> None:
-    arguments = decode_arguments(draw)
+    arguments = decode_arguments(draw, [2, 1, 1], **ALL_OPTIONS)
     arguments[argument] = arguments[argument].to("meta")
     with pytest.raises(ValueError, match=f"{argument} must be on q's device {device}"):
         call(overload, arguments)
@@ -84,3 +100,137 @@ def test_entries_beyond_no_query_tokens(
     case = case.with_(cu_seqlens_q=torch.tensor(cu, dtype=torch.int32, device=device))
     with pytest.raises(IndexError, match=rf"cu_seqlens_q\[{len(cu) - 1}\]"):
         case.decode()
+
+
+def all_arguments(draw: Draw, op: str) -> Arguments:
+    """Of a Python front."""
+    if op in BUILD:
+        return {key: value for key, value in BUILD[op](draw).items() if value is not None}
+    outputs = {"decode": ("lse",), "decode_with_lse": ()}[op]
+    arguments = decode_arguments(draw, [2, 1, 1], **{**ALL_OPTIONS, "cache_dtype": None})
+    return {key: value for key, value in arguments.items() if key not in outputs}
+
+
+FRONTS = ("decode", "decode_with_lse", *BUILD)
+NOT_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy array": lambda t: t.float().cpu().numpy(),
+    "list": lambda t: t.flatten()[:3].tolist(),
+    "number": lambda t: 1.5,
+    "string": lambda t: "q",
+    "list of tensors": lambda t: [t],
+}
+
+
+@pytest.mark.parametrize("what", NOT_TENSORS)
+@pytest.mark.parametrize("op", FRONTS)
+def test_what_is_no_tensor(draw: Draw, device: str, op: str, what: str) -> None:
+    """The dispatcher's own error names the op and the argument; nothing is written."""
+    for name, value in all_arguments(draw, op).items():
+        arguments = all_arguments(draw.again(), op)
+        if isinstance(value, torch.Tensor):
+            arguments[name] = NOT_TENSORS[what](value)
+        elif isinstance(value, list):
+            arguments[name] = [NOT_TENSORS[what](t) for t in value]
+        else:
+            continue
+        with pytest.raises((TypeError, RuntimeError), match=rf"paged_attn::{op}\(\).*'{name}'"):
+            getattr(paged_attn, op)(**arguments)
+
+
+@pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks", "merge_states"])
+def test_a_tensor_where_a_list_belongs(draw: Draw, device: str, op: str) -> None:
+    for name, value in all_arguments(draw, op).items():
+        if isinstance(value, list):
+            arguments = {**all_arguments(draw, op), name: value[0]}
+            with pytest.raises(RuntimeError, match=rf"paged_attn::{op}\(\).*'{name}'"):
+                getattr(paged_attn, op)(**arguments)
+
+
+@pytest.mark.parametrize("op", FRONTS)
+def test_a_tensor_whose_memory_was_freed(draw: Draw, device: str, op: str) -> None:
+    """As frameworks do to what they offload: it keeps its shape, and its address is null."""
+    for name, value in all_arguments(draw, op).items():
+        arguments = all_arguments(draw.again(), op)
+        freed = arguments[name][-1] if isinstance(value, list) else arguments[name]
+        if not isinstance(freed, torch.Tensor):
+            continue
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(
+            ValueError, match=rf"paged_attn\.{op}: {name}\S* must be allocated, got"
+        ):
+            getattr(paged_attn, op)(**arguments)
+
+
+@pytest.mark.parametrize("op", FRONTS)
+def test_other_kinds_of_tensors(draw: Draw, device: str, op: str) -> None:
+    """Sparse ones have no rows to point to."""
+    for name, value in all_arguments(draw, op).items():
+        arguments = all_arguments(draw.again(), op)
+        if isinstance(value, list):
+            arguments[name] = [t.to_sparse() for t in value]
+        elif isinstance(value, torch.Tensor):
+            arguments[name] = value.to_sparse()
+        else:
+            continue
+        with pytest.raises(NotImplementedError, match=f"paged_attn::{op}"):
+            getattr(paged_attn, op)(**arguments)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window": 2**70},
+        {"max_query_len": 2**70},
+        {"window": float("nan")},
+        {"softcap": None},
+        {"softcap": 1j},
+        {"scale": [1.0]},
+        {"causal": []},
+        {"batch_invariant": "yes"},
+    ],
+    ids=str,
+)
+def test_options_of_wrong_types(draw: Draw, device: str, wrong: Arguments) -> None:
+    for op in ("decode", "decode_with_lse", "append_decode"):
+        arguments = all_arguments(draw, op)
+        with pytest.raises((TypeError, RuntimeError), match=rf"(?s)paged_attn::{op}|too large"):
+            getattr(paged_attn, op)(**{**arguments, **wrong})
+
+
+@pytest.mark.parametrize("op", FRONTS)
+def test_inputs_that_require_grad(draw: Draw, device: str, op: str) -> None:
+    """Are read and written as any others, with autograd on."""
+    expected = all_arguments(draw.again(), op)
+    plain = getattr(paged_attn, op)(**expected)
+    arguments = all_arguments(draw.again(), op)
+    for value in arguments.values():
+        for tensor in value if isinstance(value, list) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.requires_grad_()
+    ours = getattr(paged_attn, op)(**arguments)
+    for a, b in zip(results(ours, arguments), results(plain, expected), strict=True):
+        assert_same_bits(a.detach(), b)
+
+
+def results(returned: Any, arguments: Arguments) -> list[torch.Tensor]:
+    """What an op returned, and all that it could have written to."""
+    found = []
+    for value in (returned, *arguments.values()):
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                found.append(tensor)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS, {"causal": False, "sinks": torch.float16}])
+def test_an_empty_pool(draw: Draw, device: str, options: Arguments) -> None:
+    """Nothing can be read from it: sequences with tokens are NaN, the others as ever."""
+    case = build(draw, [40, 0, 1], fill=0.0, **options)
+    case = case.with_(k_cache=case.k_cache[:0], v_cache=case.v_cache[:0])
+    out, lse = case.decode_with_lse()
+    assert bool(out[[0, 2]].isnan().all())
+    assert bool(lse[[0, 2]].isnan().all())
+    assert bool((out[1] == 0).all())
+    sinks = case.options.get("sinks")
+    expected = torch.full_like(lse[1], float("-inf")) if sinks is None else sinks.float()
+    assert_lse(lse[1], expected.double())

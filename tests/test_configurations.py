@@ -22,19 +22,23 @@ from attention_case import (
 
 NUM_CONFIGS = int(os.environ.get("PAGED_ATTN_TEST_CONFIGS", "1000"))
 PADDINGS = (0, -1, 2**31 - 1, 2147480000)
+HEAD_DIMS = range(8, 257, 8)
+KV_HEADS = (1, 1, 2, 3, 4, 8)
+MOST_SEQUENCES = 300
+MOST_QUERIES = 9
 
 
 def random_arguments(draw: Draw) -> dict[str, Any]:
     """Arguments of `build`, options apart, anywhere in the contract that fits the device."""
     rng = draw.rng
     budget = 2**20 if draw.device == "cpu" else 2**24
-    head_dim = 8 * rng.randint(1, 32)
-    num_kv_heads = rng.choice((1, 1, 2, 3, 4, 8))
+    head_dim = rng.choice(HEAD_DIMS)
+    num_kv_heads = rng.choice(KV_HEADS)
     ratio = rng.choice(RATIOS)
     block_size = rng.choice(BLOCK_SIZES)
-    batch = rng.choice((0, 1, 2, rng.randint(3, 16), rng.randint(17, 300)))
+    batch = rng.choice((0, 1, 2, rng.randint(3, 16), rng.randint(17, MOST_SEQUENCES)))
     query_kind = rng.choice(("single", "several", "ragged"))
-    most_queries = 1 if query_kind == "single" else 9
+    most_queries = 1 if query_kind == "single" else MOST_QUERIES
 
     token_size = num_kv_heads * head_dim
     work_per_token = token_size * (1 + ratio * most_queries // 4)
@@ -50,9 +54,9 @@ def random_arguments(draw: Draw) -> dict[str, Any]:
     query_len: int | list[int] | None = None
     outside_rows = (0, 0)
     if query_kind == "several":
-        query_len = rng.randint(1, 9)
+        query_len = rng.randint(1, MOST_QUERIES)
     elif query_kind == "ragged":
-        query_len = [rng.choice((0, 1, rng.randint(0, 9))) for _ in lens]
+        query_len = [rng.choice((0, 1, rng.randint(0, MOST_QUERIES))) for _ in lens]
         outside_rows = (rng.randint(0, 3), rng.randint(0, 3))
     return {
         "lens": lens,

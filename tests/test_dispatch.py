@@ -12,6 +12,7 @@ from attention_case import DTYPES, FP8_DTYPES, OPTION_SETS, Case, Draw, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 QUERIES: list[Any] = [None, 3, [2, 0, 1]]
+OVERLOADS = ("decode", "decode_out", "decode_with_lse", "lse_out")
 ops = torch.ops.paged_attn
 
 
@@ -27,32 +28,50 @@ def new_outputs(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.zeros(case.q.shape[:-1], device=case.q.device)
 
 
-@pytest.mark.parametrize("query_len", QUERIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("overload", ["decode", "decode_out", "decode_with_lse", "lse_out"])
-def test_opcheck_decode(
-    draw: Draw, device: str, overload: str, dtype: torch.dtype, query_len: Any
-) -> None:
-    case = build(draw, [20, 5, 9], query_len=query_len, dtype=dtype, fill=0.0)
+def opchecks(case: Case) -> list[str]:
+    schema = ["test_schema"] if case.k_cache.dtype not in FP8_DTYPES else []  # torch's cannot
+    return [*schema, "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+
+
+def overload_and_outputs(overload: str, case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
     out, lse = new_outputs(case)
-    op, kwargs = {
+    return {
         "decode": (ops.decode.default, {}),
         "decode_out": (ops.decode.out, {"out": out}),
         "decode_with_lse": (ops.decode_with_lse.default, {}),
         "lse_out": (ops.decode_with_lse.out, {"out": out, "lse": lse}),
     }[overload]
-    torch.library.opcheck(op, case.args, {"scale": 0.3, **kwargs})
+
+
+@pytest.mark.parametrize("query_len", QUERIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_opcheck_decode(
+    draw: Draw, device: str, overload: str, dtype: torch.dtype, query_len: Any
+) -> None:
+    case = build(draw, [20, 5, 9], query_len=query_len, dtype=dtype, fill=0.0)
+    op, outputs = overload_and_outputs(overload, case)
+    torch.library.opcheck(op, case.args, {"scale": 0.3, **outputs})
 
 
 @pytest.mark.parametrize("name", OPTION_SETS)
-@pytest.mark.parametrize("overload", ["decode", "decode_with_lse"])
+@pytest.mark.parametrize("overload", OVERLOADS)
 def test_opcheck_decode_under_options(draw: Draw, device: str, overload: str, name: str) -> None:
     query_len = draw.rng.choice(QUERIES)
     case = build(draw, [90, 5, 9], query_len=query_len, fill=0.0, **OPTION_SETS[name])
-    checks = ["test_schema"] if case.k_cache.dtype not in FP8_DTYPES else []  # torch's cannot
-    checks += ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    op = getattr(ops, overload).default
-    torch.library.opcheck(op, case.args, case.options, test_utils=checks)
+    op, outputs = overload_and_outputs(overload, case)
+    torch.library.opcheck(op, case.args, {**case.options, **outputs}, test_utils=opchecks(case))
+
+
+@pytest.mark.parametrize("name", OPTION_SETS)
+def test_opcheck_append_decode_under_options(draw: Draw, device: str, name: str) -> None:
+    query_len = draw.rng.choice(QUERIES)
+    case = build(draw, [90, 5, 9], query_len=query_len, fill=0.0, **OPTION_SETS[name])
+    key = draw.normal(*case.q.shape[:-2], 2, 64, dtype=case.q.dtype)
+    arguments = (case.q, key, -key, *case.args[1:])
+    torch.library.opcheck(
+        ops.append_decode.default, arguments, case.options, test_utils=opchecks(case)
+    )
 
 
 def test_opcheck_decode_requiring_grad(draw: Draw, device: str) -> None:
@@ -174,6 +193,26 @@ def test_backward_raises(draw: Draw, device: str, op: str) -> None:
     with pytest.raises(RuntimeError, match="forward only"):
         out.sum().backward()
     assert case.q.grad is None
+
+
+@pytest.mark.parametrize("op", ["decode", "decode_with_lse", "append_decode"])
+@pytest.mark.parametrize("argument", ["k_cache", "alibi_slopes", "sinks", "k_scale", "v_scale"])
+def test_backward_to_what_is_not_the_query_raises(
+    draw: Draw, device: str, argument: str, op: str
+) -> None:
+    """Sinks above all, for models learn them."""
+    options = {key: value for key, value in OPTION_SETS["all"].items() if key != "cache_dtype"}
+    case = build(draw, [20, 5], fill=0.0, **options)
+    inputs = {"k_cache": case.k_cache, **case.options}
+    inputs[argument].requires_grad_()
+    rest = (case.v_cache, case.block_tables, case.context_lens)
+    tokens = ()
+    if op == "append_decode":
+        tokens = (draw.normal(2, 2, 64, dtype=case.q.dtype),) * 2
+    result = getattr(ops, op)(case.q, *tokens, inputs.pop("k_cache"), *rest, **inputs)
+    out = result[0] if isinstance(result, tuple) else result
+    with pytest.raises(RuntimeError, match="forward only"):
+        out.sum().backward()
 
 
 def test_backward_through_a_model_raises(draw: Draw, device: str) -> None:

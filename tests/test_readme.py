@@ -1,14 +1,18 @@
-"""The README's Python runs as it stands there."""
+"""The README's Python runs as it stands there, and its ops have the arguments that it says."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import paged_attn
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
+SIGNATURES = re.findall(r"^\| `(\w+)\(([^`]*)\)` \|", README, re.M)
 
 
 def test_there_are_snippets() -> None:
@@ -19,3 +23,25 @@ def test_there_are_snippets() -> None:
 def test_snippet(snippet: str) -> None:
     exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})  # fails by raising
     assert "paged_attn" in snippet
+
+
+def test_every_op_is_listed() -> None:
+    classes = {"BlockManager", "OutOfBlocks", "UnknownSequence"}
+    assert {name for name, _ in SIGNATURES} == {*paged_attn.__all__} - classes - {
+        "reference",
+        "set_checks",
+    }
+
+
+@pytest.mark.parametrize(("name", "arguments"), SIGNATURES)
+def test_signature(name: str, arguments: str) -> None:
+    """Up to an ellipsis; outputs are told in words."""
+    front = inspect.signature(getattr(paged_attn, name))
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in front.parameters.values()
+        if parameter.name not in ("out", "lse")
+    ]
+    signature = str(inspect.Signature(parameters))[1:-1]
+    told, ellipsis, _ = arguments.partition("…")
+    assert signature.startswith(told) if ellipsis else signature == told

@@ -73,6 +73,12 @@ std::string Argument::name() const {
 std::string Argument::shape() const { return shape_name(sizes_, rank_); }
 std::string Argument::strides() const { return shape_name(strides_, rank_); }
 
+void* Argument::data() const {
+  void* data = tensor_.data_ptr();
+  if (data == nullptr && num_elements() > 0) fail("allocated", "a tensor without memory");
+  return data;
+}
+
 void Argument::fail(const std::string& expected, const std::string& got) const {
   throw_bad_argument(op_, name(), expected, got);
 }

@@ -34,7 +34,8 @@ class Argument {
   DeviceId device() const { return device_of(tensor_); }
   std::string shape() const;
   std::string strides() const;
-  void* data() const { return tensor_.data_ptr(); }
+  // Fails for a tensor whose storage was freed under it (`storage.resize_(0)`).
+  void* data() const;
   template <typename T>
   T* data_as() const {
     return static_cast<T*>(data());
