@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 # Without a GPU the CUDA kernels are compiled for one architecture only, to show that they compile.
 export TORCH_CUDA_ARCH_LIST ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo 9.0)
 
-.PHONY: demo test test-gpu bench build lint format sanitize sanitize-gpu wheel clean
+.PHONY: demo test test-gpu bench build lint format mutants mutants-gpu sanitize sanitize-gpu wheel clean
 
 demo: build
 	$(PY) -m examples.smollm2
@@ -60,6 +60,13 @@ format: $(VENV)/lint-tools
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' -not -path '*/instantiations/*' | xargs $(VENV)/bin/clang-format -i
+
+# Bugs of one line, one by one in a copy of this tree: the tests named for each must notice it.
+mutants: build
+	$(PY) tests/mutants.py $(ARGS)
+
+mutants-gpu:
+	$(PYTHON) tests/mutants.py --device cuda $(ARGS)
 
 # The CPU kernels and the block manager under AddressSanitizer and UBSan. Run from tests/, so that the
 # package comes from build/sanitize and not from this folder.
