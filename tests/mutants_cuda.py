@@ -106,7 +106,7 @@ KERNELS = [
     HALF(
         "cuda_sink_counted_twice",
         "a sink joins the denominator once",
-        f"{DECODE}/combine.cuh",
+        f"{DECODE}/results.cuh",
         "sink_weight = power_of_2(sink - top);",
         "sink_weight = 2 * power_of_2(sink - top);",
         "test_options.py::test_sinks_join_once_when_split[cuda]",
@@ -114,7 +114,7 @@ KERNELS = [
     HALF(
         "cuda_lse_in_base_2",
         "lse is the natural logarithm",
-        f"{DECODE}/combine.cuh",
+        f"{DECODE}/results.cuh",
         "result.lse = (reference + log2f(exact_sum)) * kLn2;",
         "result.lse = reference + log2f(exact_sum);",
         "test_numerics.py::test_zero_query_gives_the_mean[cuda-dtype0-None]",
