@@ -132,7 +132,8 @@ class CudaReads:
         unroll: int,
         blocks: int,
         paged: bool,
-        priority: str = L2_PRIORITIES[0],
+        priority: str,
+        *,
         checksum: torch.Tensor | None = None,
     ) -> Call:
         """A function of the layer that reads it once on the current stream."""
@@ -182,12 +183,12 @@ class CudaReads:
         for valid in self._valid.unique().tolist():
             chosen = self._pages[self._valid == valid].long()
             paged += blocks[:, chosen, : valid * VECTOR_BYTES // 4].sum()
-        for paged_way, expected in ((False, flat), (True, paged)):
-            for unroll in UNROLLS:
-                checksum = torch.zeros(1, dtype=torch.int32, device=self._pages.device)
-                self.call(unroll, 2 * self._sms, paged_way, checksum)(0)
-                if (int(checksum) - int(expected)) % 2**32:
-                    raise RuntimeError(f"the read kernel (unroll {unroll}) misses bytes")
+        for unroll, priority, is_paged in itertools.product(UNROLLS, L2_PRIORITIES, (False, True)):
+            checksum = torch.zeros(1, dtype=torch.int32, device=self._pages.device)
+            self.call(unroll, 2 * self._sms, is_paged, priority, checksum=checksum)(0)
+            if (int(checksum) - int(paged if is_paged else flat)) % 2**32:
+                way = f"{'pages' if is_paged else 'flat'} unroll {unroll} L2 {priority}"
+                raise RuntimeError(f"the read kernel misses bytes: {way}")
 
 
 def fastest_reads(problem: Problem, library: ctypes.CDLL) -> dict[str, Captured]:

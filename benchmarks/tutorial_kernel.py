@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _decode_one_head(
+def _decode_one_head(  # type: ignore[no-untyped-def]
     out,
     q,
     k_cache,

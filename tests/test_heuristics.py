@@ -136,11 +136,17 @@ def test_one_sequence_fills_the_card() -> None:
 def test_heads_lie_side_by_side_as_long_as_every_processor_has_a_segment() -> None:
     assert choose(128).head_lanes == 8
     assert choose(64).head_lanes == 4
-    assert choose(32).head_lanes == 4
     assert choose(26).head_lanes == 1
     assert choose(16, (64, 8)).head_lanes == 1
     assert choose(32, (32, 32)).head_lanes == 8
     assert choose(128, (8, 1)).head_lanes == 1
+
+
+def test_of_many_sequences_at_most_two_rings_share_a_heads_tokens() -> None:
+    assert choose(26).token_lanes == 8
+    assert choose(27).token_lanes == 2
+    assert choose(32).token_lanes == 2
+    assert choose(32, (8, 1)).token_lanes == 8  # there are no other heads to take
 
 
 def test_heads_that_share_memory_lines_lie_side_by_side() -> None:

@@ -110,12 +110,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int]) -> Te
     Returns:
         [T, H, D].
     """
-    parts = zip(*(x.split(list(lens)) for x in (q, k, v)), strict=True)
+    heads_first = (x.transpose(0, 1)[None].split(list(lens), dim=2) for x in (q, k, v))
     outs = [
-        F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in part), is_causal=True, enable_gqa=True
-        )[0].transpose(0, 1)
-        for part in parts
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        for q, k, v in zip(*heads_first, strict=True)
     ]
     return torch.cat(outs)
 

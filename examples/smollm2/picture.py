@@ -115,7 +115,7 @@ def _draw_preemptions(axes: Axes, steps: Sequence[Step]) -> None:
             times, [1.015] * len(times), "v", color=INK, markersize=5, clip_on=False,
             transform=axes.get_xaxis_transform(), label="a sequence is preempted",
         )  # fmt: skip
-        _legend_above(axes, "lower right", (1, 1.02), 1)
+        _legend_above(axes, (1, 1.02), 1)
 
 
 def _draw_share(axes: Axes, steps: Sequence[Step], owners: np.ndarray, block_size: int) -> None:
@@ -130,13 +130,13 @@ def _draw_share(axes: Axes, steps: Sequence[Step], owners: np.ndarray, block_siz
     axes.set_ylabel("slots", color=INK)
     axes.set_xlabel("step", color=INK)
     axes.set_facecolor(FREE)
-    _legend_above(axes, "lower right", (1, 0.98), 2)
+    _legend_above(axes, (1, 0.98), 2)
 
 
-def _legend_above(axes: Axes, loc: str, anchor: tuple[float, float], columns: int) -> None:
+def _legend_above(axes: Axes, anchor: tuple[float, float], columns: int) -> None:
     axes.legend(
-        loc=loc, bbox_to_anchor=anchor, ncols=columns, frameon=False, fontsize=9, labelcolor=INK,
-        borderaxespad=0.2, handlelength=1.2,
+        loc="lower right", bbox_to_anchor=anchor, ncols=columns, frameon=False, fontsize=9,
+        labelcolor=INK, borderaxespad=0.2, handlelength=1.2,
     )  # fmt: skip
 
 
@@ -145,5 +145,5 @@ def _draw_legend(figure: Figure, requests: Sequence[Request], colours: dict[int,
     figure.legend(
         handles=[Patch(color=colours[i], label=f"{i}: {text}") for i, text in lengths.items()],
         title="prompt + new tokens", title_fontsize=9, alignment="left",
-        loc="outside right upper", frameon=False, fontsize=9, labelcolor=INK, handlelength=1.2,
+        loc="outside right upper", frameon=False, fontsize=9, handlelength=1.2,
     ).get_title().set_color(INK)  # fmt: skip

@@ -7,14 +7,6 @@
 
 namespace paged_attn::cuda {
 
-// Until the kernel before has finished and its writes are visible. A block may start before that,
-// see launch.cuh; what it does until then must not depend on that kernel.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     decode_kernel(const __grid_constant__ DeviceParams params) {

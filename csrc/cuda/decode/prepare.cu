@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "barriers.cuh"
 #include "launch.h"
 #include "rows.cuh"
 
@@ -83,8 +84,8 @@ __device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int6
 template <typename T>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const __grid_constant__ DeviceParams params) {
+  wait_for_kernel_before();
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
   const DecodeParams& p = params.decode;
