@@ -263,6 +263,23 @@ def test_extreme_sinks(draw: Draw, device: str, dtype: torch.dtype) -> None:
     assert bool((lse == sinks[0].float()).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_sink(draw: Draw, device: str, dtype: torch.dtype) -> None:
+    """Rows of its head that see a key are NaN, no other head's."""
+    case = build(draw, LENS, query_len=2, num_heads=6, dtype=dtype)
+    expected, expected_lse = case.decode_with_lse()
+    sinks = torch.full((6,), -math.inf, dtype=dtype, device=device)
+    sinks[4] = math.nan
+    out, lse = case.decode_with_lse(sinks=sinks)
+    sees_keys = expected_lse[..., 4] > -math.inf
+    assert bool(out[..., 4, :][sees_keys].isnan().all())
+    assert bool((out[..., 4, :][~sees_keys] == 0).all())
+    assert bool(lse[..., 4].isnan().all())
+    others = [h for h in range(6) if h != 4]
+    assert_same_bits(out[..., others, :], expected[..., others, :])
+    assert_same_bits(lse[..., others], expected_lse[..., others])
+
+
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_every_kind_of_16_bit_sink(draw: Draw, device: str, dtype: torch.dtype) -> None:
     """Subnormal, infinite and NaN ones too come out where there is nothing beside them."""

@@ -122,7 +122,7 @@ class Combiner {
   // Notes what the share holds of a unit that is not whole in one segment; returns where the
   // segment's result goes.
   __device__ __forceinline__ Target begin_part(const Share& share, const Segment& segment) {
-    const bool begins_here = segment.unit_first == first_tile_of(segment.sequence);
+    const bool begins_here = segment.unit_first == first_tile_of(params_, segment.sequence);
     const bool ends_here = segment.unit_end == end_tile_of(segment.sequence);
     const bool in_chunks = params_.max_chunks > 0;
     if (in_chunks && begins_here && ends_here) {
@@ -140,11 +140,13 @@ class Combiner {
       if (lane_ == 0) {
         cut.segment = segment;
         cut.chunks = chunks(segment.unit_first, segment.unit_end);
-        cut.all_chunks = chunks(first_tile_of(segment.sequence), end_tile_of(segment.sequence));
+        cut.all_chunks =
+            chunks(first_tile_of(params_, segment.sequence), end_tile_of(segment.sequence));
       }
     }
     if (!in_chunks) return {part_of(blockIdx.x, begins_here), false, false};
-    const int chunk = begins_here ? 0 : chunks(first_tile_of(segment.sequence), segment.first);
+    const int chunk =
+        begins_here ? 0 : chunks(first_tile_of(params_, segment.sequence), segment.first);
     return {chunk_part_of(share.block_of(segment.unit_begin), chunk),
             begins_here && segment.first > segment.unit_first, false};
   }

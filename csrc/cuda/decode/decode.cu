@@ -109,8 +109,7 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
          (1 << device.run_shift) < kTileTokens) {
     ++device.run_shift;
   }
-  device.window =
-      params.window > 0 ? static_cast<int32_t>(params.window) : std::numeric_limits<int32_t>::max();
+  device.window = params.window > 0 ? static_cast<int32_t>(params.window) : kAllKeys;
   constexpr float kMost = std::numeric_limits<float>::max();
   device.has_transforms = params.softcap > 0 || params.alibi_slopes != nullptr;
   if (device.has_transforms) {

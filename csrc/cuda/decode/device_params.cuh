@@ -7,6 +7,9 @@
 
 namespace paged_attn::cuda {
 
+// The window of a call without one.
+constexpr int32_t kAllKeys = 0x7fffffff;
+
 struct DeviceParams {
   DecodeParams decode;
   // Scratch, in this order in one allocation. Groups: head_lanes by row tiles, a warp tile of rows.
@@ -33,7 +36,7 @@ struct DeviceParams {
   int32_t max_chunks;         // batch-invariant: a unit is cut into at most so many; else 0
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
-  int32_t window;  // keys that a query sees, itself included; the greatest integer: all
+  int32_t window;  // keys that a query sees, itself included; or kAllKeys
 
   // A score is score_factor * (q . k), times the KV head's k_scale, changed by softcap and ALiBi if
   // there is one of them; its weight is 2^(score * scale_log2). The larger has more weight.
@@ -43,5 +46,24 @@ struct DeviceParams {
   bool has_transforms;  // softcap or ALiBi
   bool out_is_aligned;  // every row of out starts at a multiple of 4 bytes
 };
+
+// Whether a call takes none of decode's options. Most do not: for them and 16-bit caches there are
+// plain kernels, which are compiled without the options' code.
+inline bool is_plain(const DeviceParams& params) {
+  const DecodeParams& p = params.decode;
+  return p.causal && params.window == kAllKeys && !params.has_transforms && p.sinks == nullptr &&
+         p.k_scale.data == nullptr && p.v_scale.data == nullptr && params.max_chunks == 0;
+}
+
+// Tells the compiler what is_plain() has found to be so.
+__device__ __forceinline__ void leave_out_options(DeviceParams& params) {
+  DecodeParams& p = params.decode;
+  p.causal = true;
+  params.window = kAllKeys;
+  params.has_transforms = false;
+  p.sinks = nullptr;
+  p.k_scale.data = p.v_scale.data = nullptr;
+  params.max_chunks = 0;
+}
 
 }  // namespace paged_attn::cuda

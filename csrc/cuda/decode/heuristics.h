@@ -102,7 +102,7 @@ constexpr int shared_bytes(const KernelShape& shape) {
 }
 
 constexpr int own_shared_bytes(const KernelShape& shape) {
-  return 32 * shape.rings * shape.row_tiles * 16 + 256;
+  return 32 * shape.rings * shape.row_tiles * 12 + 256;
 }
 
 // How many KV heads the rings take side by side: as many as leave a segment for every processor,

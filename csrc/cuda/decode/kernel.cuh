@@ -7,13 +7,13 @@
 
 namespace paged_attn::cuda {
 
-template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
-__global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
-    decode_kernel(const __grid_constant__ DeviceParams params) {
+// One block's share. kPlain: the params hold none of decode's options.
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages, bool kPlain>
+__device__ __forceinline__ void decode_share(const DeviceParams& params) {
   constexpr int kThreads = 32 * kRings * kRowTiles;
   constexpr int kRowsAPass = kTileRows * kRowTiles;
   using Math = TileMath<T, C, kHeadDim>;
-  using Stream = TileStream<T, C, kHeadDim, kRowTiles, kThreads>;
+  using Stream = TileStream<T, C, kHeadDim, kRowTiles, kThreads, kPlain>;
   using Combine = Combiner<T, C, kHeadDim, kRings, kRowTiles>;
   constexpr int kRingBytes = kStages * Stream::kSlotBytes;
 
@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     limit[1] = max(rows.limit(params, segment.sequence, 2 * (lane & 3) + 1), 0);
     factor = score_factor(params, rows.kv_head);
     state.clear();
-    target = segment.is_whole() || lanes_used == 0 ? Target{} : combine.begin_part(share, segment);
+    target =
+        segment.is_whole(params) || lanes_used == 0 ? Target{} : combine.begin_part(share, segment);
   }
 
   wait_copies<0>();
@@ -155,6 +156,18 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     if (const CutUnit* cut = combine.unit_to_merge(end)) {
       combine.merge_parts(*cut, RowTile(params, cut->segment, head_lane, row_tile, kRowsAPass));
     }
+  }
+}
+
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages, bool kPlain>
+__global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
+    decode_kernel(const __grid_constant__ DeviceParams params) {
+  if constexpr (kPlain) {
+    DeviceParams plain = params;
+    leave_out_options(plain);
+    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, true>(plain);
+  } else {
+    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, false>(params);
   }
 }
 

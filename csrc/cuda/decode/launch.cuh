@@ -15,7 +15,10 @@ cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config
   static_assert(sizeof(typename Combiner<T, C, kHeadDim, kRings, kRowTiles>::Shared) +
                     kRings * kStages * slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles) <=
                 shared_bytes(kShape));
-  const auto kernel = decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages>;
+  auto kernel = decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, false>;
+  if constexpr (sizeof(C) == 2) {
+    if (is_plain(params)) kernel = decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, true>;
+  }
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes);
   if (error != cudaSuccess) return error;

@@ -111,17 +111,18 @@ class Results {
     const DecodeParams& p = params_.decode;
     const float max = r == 0 ? stats.max.x : stats.max.y;
     // Exponents of 2 from here on. The weights of a row that saw no key are all 0.
-    float reference = max == -INFINITY ? 0.f : max * params_.scale_log2;
-    float keys_weight = 1, sink_weight = 0;
+    const bool sees_no_key = max == -INFINITY;
+    float reference = sees_no_key ? 0.f : max * params_.scale_log2;
+    float keys_weight = 1, sink = -INFINITY, sink_weight = 0;
     if (p.sinks != nullptr) {
       constexpr float kLog2E = 1.44269504088896340f;
       const int row = 2 * (lane_ & 3) + r;
-      const float sink =
-          rows.exists(row) ? sink_of<T>(p, rows.head(params_, row)) * kLog2E : -INFINITY;
-      if (sink > -INFINITY) {
-        const float top = max == -INFINITY ? sink : fmaxf(reference, sink);
-        keys_weight = power_of_2(reference - top);
-        sink_weight = power_of_2(sink - top);
+      if (rows.exists(row)) sink = sink_of<T>(p, rows.head(params_, row));
+      if (sink != -INFINITY) {
+        const float exponent = sink * kLog2E;
+        const float top = sees_no_key ? exponent : fmaxf(reference, exponent);
+        keys_weight = sees_no_key ? 0.f : power_of_2(reference - top);
+        sink_weight = sees_no_key ? 1.f : power_of_2(exponent - top);
         reference = top;
       }
     }
@@ -136,7 +137,8 @@ class Results {
       result.factor *=
           __ldg(p.v_scale.data + min(static_cast<int64_t>(rows.kv_head), last) * p.v_scale.stride);
     }
-    result.lse = (reference + log2f(exact_sum)) * kLn2;
+    // Beside a sink that leaves nothing to the keys, the sum is 1 and the sink is the logarithm.
+    result.lse = keys_weight == 0 && exact_sum == 1 ? sink : (reference + log2f(exact_sum)) * kLn2;
     return result;
   }
 

@@ -38,7 +38,7 @@ struct Share {
 
 // Steps of each unit of a sequence.
 __device__ __forceinline__ int steps_of(const DeviceParams& params, const Sequence& sequence) {
-  const int tiles = tiles_of(sequence);
+  const int tiles = tiles_of(params, sequence);
   return tiles == 0
              ? 0
              : params.unit_cost + ((tiles + (1 << params.line_shift) - 1) >> params.line_shift);
@@ -49,7 +49,8 @@ __device__ __forceinline__ int steps_of(const DeviceParams& params, const Sequen
 __device__ __forceinline__ int chunk_tiles_of(const DeviceParams& params,
                                               const Sequence& sequence) {
   constexpr int kFewest = 32;
-  const int tiles = max((tiles_of(sequence) + params.max_chunks - 1) / params.max_chunks, kFewest);
+  const int tiles =
+      max((tiles_of(params, sequence) + params.max_chunks - 1) / params.max_chunks, kFewest);
   return (tiles + params.token_lanes - 1) & -params.token_lanes;
 }
 
@@ -143,9 +144,8 @@ struct Segment {
   int unit_begin;  // the unit's first step in the line that is a tile
   int unit_last;   // and its last
 
-  __device__ __forceinline__ bool begins_unit() const { return first == first_tile_of(sequence); }
-  __device__ __forceinline__ bool is_whole() const {
-    return begins_unit() && end == end_tile_of(sequence);
+  __device__ __forceinline__ bool is_whole(const DeviceParams& params) const {
+    return first == first_tile_of(params, sequence) && end == end_tile_of(sequence);
   }
 };
 
@@ -190,7 +190,7 @@ class SegmentCursor {
       const int first = max(position_ - segment_.unit_begin, 0);
       position_ = min(segment_.unit_last + 1, end_);
       unit_begin_ = position_;
-      const int first_tile = first_tile_of(segment_.sequence);
+      const int first_tile = first_tile_of(params, segment_.sequence);
       segment_.first = first_tile + (first << params.line_shift);
       segment_.end =
           min(first_tile + (max(position_ - segment_.unit_begin, 0) << params.line_shift),
@@ -210,7 +210,7 @@ class SegmentCursor {
  private:
   // From what the share holds of a unit to whole chunks, and the first of them.
   __device__ __forceinline__ void enter_chunks(const DeviceParams& params) {
-    const int first_tile = first_tile_of(segment_.sequence);
+    const int first_tile = first_tile_of(params, segment_.sequence);
     const int chunk = chunk_tiles_of(params, segment_.sequence);
     const auto round_down = [&](int tile) {
       return tile - static_cast<int>(static_cast<unsigned>(tile - first_tile) % chunk);
@@ -237,7 +237,6 @@ class SegmentCursor {
     sequence.context_len = __shfl_sync(~0u, own_.context_len, first);
     sequence.first_row = __shfl_sync(~0u, own_.first_row, first);
     sequence.query_len = __shfl_sync(~0u, own_.query_len, first);
-    sequence.first_key = __shfl_sync(~0u, own_.first_key, first);
     set_sequence(params, window_begin_ + first, sequence);
     pass_ = 0;
   }

@@ -10,7 +10,6 @@ struct Sequence {
   int32_t context_len;  // 0 if no query sees a key; -1 if the sequence is bad: its rows are NaN
   int32_t first_row;    // ragged: its first row of q
   int32_t query_len;
-  int32_t first_key;  // the first that any of its queries sees
 };
 
 __device__ __forceinline__ Sequence load_sequence(const DeviceParams& params, int64_t b) {
@@ -33,22 +32,26 @@ __device__ __forceinline__ Sequence load_sequence(const DeviceParams& params, in
     sequence.context_len = -1;
   } else if (sequence.query_len > 0) {
     sequence.context_len = max(length, 0);
-    const int32_t before_queries = max(sequence.context_len - sequence.query_len + 1, 0);
-    sequence.first_key = max(before_queries - params.window, 0);
   }
   return sequence;
 }
 
+// The first key that any of a sequence's queries sees.
+__device__ __forceinline__ int first_key_of(const DeviceParams& params, const Sequence& sequence) {
+  if (params.window == kAllKeys) return 0;
+  return max(max(sequence.context_len - sequence.query_len + 1, 0) - params.window, 0);
+}
+
 // The tiles of a sequence that are read: [first_tile, end_tile).
-__device__ __forceinline__ int first_tile_of(const Sequence& sequence) {
-  return sequence.first_key >> kTileShift;
+__device__ __forceinline__ int first_tile_of(const DeviceParams& params, const Sequence& sequence) {
+  return first_key_of(params, sequence) >> kTileShift;
 }
 __device__ __forceinline__ int end_tile_of(const Sequence& sequence) {
   return static_cast<int>((static_cast<uint32_t>(sequence.context_len) + kTileTokens - 1) >>
                           kTileShift);
 }
-__device__ __forceinline__ int tiles_of(const Sequence& sequence) {
-  return end_tile_of(sequence) - first_tile_of(sequence);
+__device__ __forceinline__ int tiles_of(const DeviceParams& params, const Sequence& sequence) {
+  return end_tile_of(sequence) - first_tile_of(params, sequence);
 }
 
 }  // namespace paged_attn::cuda

@@ -35,7 +35,7 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-template <typename T, typename C, int kHeadDim, int kRowTiles, int kStaged>
+template <typename T, typename C, int kHeadDim, int kRowTiles, int kStaged, bool kPlain>
 class TileStream {
  public:
   using Cursor = SegmentCursor<kTileRows * kRowTiles, kStaged>;
@@ -50,7 +50,7 @@ class TileStream {
 
   // NOTE: each of these copies has registers of its own for its address, for a register that a copy
   // under way still has to read cannot be written: the copies would go out one by one.
-  static constexpr int kCopiesAtATime = kCopies < 16 ? kCopies : 4;
+  static constexpr int kCopiesAtATime = kCopies < 16 ? kCopies : kPlain ? 8 : 4;
 
   // Whether some live block id of the sequence whose tile is in the slot lies outside the pool. Not
   // every one of its tiles tells, but one of its tiles does.
@@ -241,10 +241,10 @@ class TileStream {
         ((batch.tile + tile_of_lane * lanes) << kTileShift) + (run_of_lane << params_.run_shift);
     batch.block_id = 0;
     batch.block_slot = 0;
-    const int first_key = segment.sequence.first_key;
-    batch.hidden_rows = max(first_key - (batch.tile << kTileShift), 0);
+    const int first_key = first_key_of(params_, segment.sequence);
+    batch.hidden_rows = first_key == 0 ? 0 : max(first_key - (batch.tile << kTileShift), 0);
     if (tile_of_lane < batch.tiles && token < batch.context_len &&
-        token + (1 << params_.run_shift) > first_key) {
+        (first_key == 0 || token + (1 << params_.run_shift) > first_key)) {
       const int column = params_.by_block_size.quotient(token);
       batch.block_slot = token - column * static_cast<int>(p.block_size);
       batch.block_id =
