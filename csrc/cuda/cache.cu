@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "dependent_launch.cuh"
 #include "indices.cuh"
 #include "kernels.h"
 #include "vector.cuh"
@@ -127,11 +128,14 @@ __device__ __forceinline__ T* slot_of(void* cache, const CacheStrides& strides, 
          head * strides.head;
 }
 
-// A thread takes a vector of key and the same one of value. NOTE: asked for 5 blocks a
-// multiprocessor, the compiler has the registers that it else spills to make room for 6.
+// A thread takes a vector of key and the same one of value. Launched early, behind prepare_kernel:
+// it starts when all earlier work is done, and its end means that prepare_kernel's has come too.
+// NOTE: asked for 5 blocks a multiprocessor, the compiler has the registers that it else spills to
+// make room for 6.
 template <typename From, typename To, int kElements>
 __global__ void __launch_bounds__(kThreads, 5)
     write_kv_kernel(const __grid_constant__ WriteKvParams p) {
+  let_next_kernel_start();
   const bool good = p.cu_seqlens_q == nullptr || all_entries_are_good(p);
   const int64_t vectors = p.head_dim / kElements;
   const int64_t total = p.num_tokens * p.num_kv_heads * vectors;
@@ -150,12 +154,23 @@ __global__ void __launch_bounds__(kThreads, 5)
     store_vector(stored<To>(value, scale_of(p.v_scale, head)),
                  slot_of<To>(p.v_cache, p.v_strides, place, head) + d);
   }
+  wait_for_kernel_before();
 }
 
 template <typename From, typename To, int kElements>
-cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
-  const int64_t total = p.num_tokens * p.num_kv_heads * (p.head_dim / kElements);
-  write_kv_kernel<From, To, kElements><<<blocks_for(total, limits), kThreads, 0, stream>>>(p);
+cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream,
+                   bool early) {
+  const auto kernel = write_kv_kernel<From, To, kElements>;
+  const unsigned blocks =
+      blocks_for(p.num_tokens * p.num_kv_heads * (p.head_dim / kElements), limits);
+  if (early) {
+    // As in launch_prepare(): what comes next wants most of the memory as shared memory.
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+    return launch_early(kernel, blocks, kThreads, 0, p, limits, stream);
+  }
+  kernel<<<blocks, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -175,42 +190,44 @@ bool are_aligned(const WriteKvParams& p, int elements, int64_t from_bytes, int64
 }
 
 template <typename From, typename To>
-cudaError_t launch_widest(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+cudaError_t launch_widest(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream,
+                          bool early) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(From));
   return are_aligned(p, kElements, sizeof(From), sizeof(To))
-             ? launch<From, To, kElements>(p, limits, stream)
-             : launch<From, To, 1>(p, limits, stream);
+             ? launch<From, To, kElements>(p, limits, stream, early)
+             : launch<From, To, 1>(p, limits, stream, early);
 }
 
 template <typename From>
 cudaError_t launch_conversion(const WriteKvParams& p, const DeviceLimits& limits,
-                              cudaStream_t stream) {
+                              cudaStream_t stream, bool early) {
   if constexpr (sizeof(From) == 2) {
     if (p.cache_dtype == DType::kFloat8E4M3) {
-      return launch_widest<From, __nv_fp8_e4m3>(p, limits, stream);
+      return launch_widest<From, __nv_fp8_e4m3>(p, limits, stream, early);
     }
     if (p.cache_dtype == DType::kFloat8E5M2) {
-      return launch_widest<From, __nv_fp8_e5m2>(p, limits, stream);
+      return launch_widest<From, __nv_fp8_e5m2>(p, limits, stream, early);
     }
   }
-  return launch_widest<From, From>(p, limits, stream);
+  return launch_widest<From, From>(p, limits, stream, early);
 }
 
 }  // namespace
 
-cudaError_t write_kv(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+cudaError_t write_kv(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream,
+                     bool early) {
   if (p.num_tokens == 0 || p.num_blocks == 0) return cudaSuccess;
   if (p.cache_dtype == p.dtype && p.k_scale.data == nullptr && p.v_scale.data == nullptr) {
-    return p.dtype == DType::kFloat32 ? launch_widest<uint32_t, uint32_t>(p, limits, stream)
-                                      : launch_widest<uint16_t, uint16_t>(p, limits, stream);
+    return p.dtype == DType::kFloat32 ? launch_widest<uint32_t, uint32_t>(p, limits, stream, early)
+                                      : launch_widest<uint16_t, uint16_t>(p, limits, stream, early);
   }
   switch (p.dtype) {
     case DType::kFloat16:
-      return launch_conversion<__half>(p, limits, stream);
+      return launch_conversion<__half>(p, limits, stream, early);
     case DType::kBFloat16:
-      return launch_conversion<__nv_bfloat16>(p, limits, stream);
+      return launch_conversion<__nv_bfloat16>(p, limits, stream, early);
     default:
-      return launch_conversion<float>(p, limits, stream);
+      return launch_conversion<float>(p, limits, stream, early);
   }
 }
 

@@ -20,9 +20,13 @@ size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& conf
 cudaError_t has_dependent_launch(bool& answer);
 
 // All of them launch on `stream`, do not wait, and return CUDA's verdict on the launch.
-cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
-                   const DeviceLimits& limits, void* scratch, cudaStream_t stream);
-cudaError_t write_kv(const WriteKvParams& params, const DeviceLimits& limits, cudaStream_t stream);
+// new_tokens: written to the cache first, or null. Old keys and values are read meanwhile.
+cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
+                   const DecodeConfig& config, const DeviceLimits& limits, void* scratch,
+                   cudaStream_t stream);
+// early: directly behind decode's preparation, which vouches for all that was before it.
+cudaError_t write_kv(const WriteKvParams& params, const DeviceLimits& limits, cudaStream_t stream,
+                     bool early = false);
 cudaError_t copy_blocks(const CopyBlocksParams& params, cudaStream_t stream);
 // `runs` lie inside both tensors, which may be anywhere: on the host, pinned or not, or a device.
 cudaError_t swap_blocks(const SwapPair& pair, const std::vector<BlockRun>& runs,

@@ -126,7 +126,7 @@ struct CudaBackend {
   static void decode(const DecodeArguments& arguments, const DecodeParams& params) {
     const DeviceScope scope(arguments.q, arguments.op);
     if (checks_enabled()) check_decode_content(arguments.op, params, scope);
-    launch_decode(arguments, params, scope);
+    launch_decode(arguments, params, nullptr, scope);
   }
 
   static void write_kv(const char* op, const Tensor& key, const WriteKvParams& params) {
@@ -140,8 +140,7 @@ struct CudaBackend {
     const DeviceScope scope(arguments.q, arguments.op);
     // Whatever the new tokens are written through, decode reads.
     if (checks_enabled()) check_decode_content(arguments.op, params, scope);
-    check_cuda(cuda::write_kv(write, scope.limits(), scope.stream()), arguments.op);
-    launch_decode(arguments, params, scope);
+    launch_decode(arguments, params, &write, scope);
   }
 
   static void copy_blocks(const CopyBlocksParams& params, const Tensor& block_mapping) {
@@ -197,7 +196,7 @@ struct CudaBackend {
   }
 
   static void launch_decode(const DecodeArguments& arguments, const DecodeParams& params,
-                            const DeviceScope& scope) {
+                            const WriteKvParams* new_tokens, const DeviceScope& scope) {
     if (params.num_tokens == 0) return;
     const cuda::DecodeConfig config = cuda::choose_decode_config(params, scope.limits());
     if (config.rings == 0) {
@@ -214,7 +213,8 @@ struct CudaBackend {
     }
     const auto bytes = static_cast<int64_t>(cuda::decode_scratch_bytes(params, config));
     const Tensor scratch = empty_on_device(arguments.q, {bytes}, aoti_torch_dtype_uint8());
-    check_cuda(cuda::decode(params, config, scope.limits(), scratch.data_ptr(), scope.stream()),
+    check_cuda(cuda::decode(params, new_tokens, config, scope.limits(), scratch.data_ptr(),
+                            scope.stream()),
                arguments.op);
   }
 

@@ -1,4 +1,4 @@
-// How warps of a block meet, blocks, and kernels.
+// How warps of a block meet, and blocks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -61,14 +61,6 @@ __device__ __forceinline__ int32_t arrive(int32_t* counter, int32_t count) {
                : "l"(counter), "r"(count)
                : "memory");
   return before;
-}
-
-// Until the kernel before has finished and its writes are visible. A block may start before that,
-// see launch.cuh; what it does until then must not depend on that kernel.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 }  // namespace paged_attn::cuda

@@ -78,8 +78,9 @@ size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& conf
   return ScratchLayout(params, config).bytes;
 }
 
-cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
-                   const DeviceLimits& limits, void* scratch, cudaStream_t stream) {
+cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
+                   const DecodeConfig& config, const DeviceLimits& limits, void* scratch,
+                   cudaStream_t stream) {
   if (params.num_tokens == 0) return cudaSuccess;
   const ScratchLayout layout(params, config);
   auto* bytes = static_cast<uint8_t*>(scratch);
@@ -126,7 +127,13 @@ cudaError_t decode(const DecodeParams& params, const DecodeConfig& config,
   device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % 4 == 0 &&
                           (out.batch | out.token | out.head) % 2 == 0;
 
-  const cudaError_t error = launch_prepare(device, limits, stream);
+  // A sequence of a ragged batch waits for the kernel before with its first load anyway.
+  device.num_new_keys = new_tokens != nullptr ? static_cast<int32_t>(params.query_len) : 0;
+
+  cudaError_t error = launch_prepare(device, limits, stream);
+  if (error == cudaSuccess && new_tokens != nullptr) {
+    error = write_kv(*new_tokens, limits, stream, true);
+  }
   if (error != cudaSuccess) return error;
   switch (params.dtype) {
     case DType::kFloat16:

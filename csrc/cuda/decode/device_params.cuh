@@ -36,7 +36,8 @@ struct DeviceParams {
   int32_t max_chunks;         // batch-invariant: a unit is cut into at most so many; else 0
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
-  int32_t window;  // keys that a query sees, itself included; or kAllKeys
+  int32_t num_new_keys;  // the kernel before may still be writing a sequence's last so many
+  int32_t window;        // keys that a query sees, itself included; or kAllKeys
 
   // A score is score_factor * (q . k), times the KV head's k_scale, changed by softcap and ALiBi if
   // there is one of them; its weight is 2^(score * scale_log2). The larger has more weight.

@@ -2,6 +2,7 @@
 // softmax of its unit, and write or merge what every segment gives.
 #pragma once
 
+#include "../dependent_launch.cuh"
 #include "combine.cuh"
 #include "scores.cuh"
 

@@ -1,13 +1,15 @@
 // Host side of one kernel shape.
 #pragma once
 
+#include "../dependent_launch.cuh"
 #include "kernel.cuh"
 #include "launch.h"
 
 namespace paged_attn::cuda {
 
-// The decode kernel reads tables, lengths and cache before prepare_kernel has finished: that lets
-// it start only once everything before it was done, so this rests on no promise of the caller's.
+// The decode kernel reads tables, lengths and cache before prepare_kernel, or write_kv_kernel
+// behind that, has ended: prepare_kernel lets it start only once everything before was done, so
+// this rests on no promise of the caller's.
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config,
                           const DeviceLimits& limits, cudaStream_t stream) {
@@ -23,8 +25,8 @@ cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes);
   if (error != cudaSuccess) return error;
 
-  return launch_early(kernel, config.grid, config.threads(), config.shared_bytes, params, limits,
-                      stream);
+  return launch_early(kernel, static_cast<unsigned>(config.grid), config.threads(),
+                      config.shared_bytes, params, limits, stream);
 }
 
 }  // namespace paged_attn::cuda

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../dependent_launch.cuh"
 #include "../kernels.h"
-#include "barriers.cuh"
 #include "launch.h"
 #include "rows.cuh"
 
@@ -85,9 +85,7 @@ template <typename T>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const __grid_constant__ DeviceParams params) {
   wait_for_kernel_before();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  let_next_kernel_start();
   const DecodeParams& p = params.decode;
   for (int64_t i = blockIdx.x * kPrepareThreads + threadIdx.x; i < params.num_arrivals;
        i += gridDim.x * kPrepareThreads) {
@@ -140,7 +138,7 @@ cudaError_t launch(const DeviceParams& params, const DeviceLimits& limits, cudaS
       cudaFuncSetAttribute(prepare_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
                            cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  return launch_early(prepare_kernel<T>, static_cast<int>(blocks), kPrepareThreads, 0, params,
+  return launch_early(prepare_kernel<T>, static_cast<unsigned>(blocks), kPrepareThreads, 0, params,
                       limits, stream);
 }
 

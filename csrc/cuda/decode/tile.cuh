@@ -3,6 +3,7 @@
 // the next are already under way. A segment's first tile brings its query rows along.
 #pragma once
 
+#include "../dependent_launch.cuh"
 #include "mma_fp8.cuh"
 #include "rows.cuh"
 
@@ -84,6 +85,10 @@ class TileStream {
       check_batch();
     }
     if (current_.tiles > 0) {
+      if (params_.num_new_keys > 0 &&
+          (current_.tile + 1) << kTileShift > current_.context_len - params_.num_new_keys) {
+        wait_for_kernel_before();
+      }
       const uint32_t shared = ring_ + slot * kSlotBytes;
       if (current_.has_query && (taken_ == 0 || !kQueryInRegisters)) {
         copy_query(shared + query_offset(row_tile_));
