@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "dependent_launch.cuh"
+#include "function_attribute.h"
 #include "indices.cuh"
 #include "kernels.h"
 #include "vector.cuh"
@@ -160,17 +161,18 @@ __global__ void __launch_bounds__(kThreads, 5)
 template <typename From, typename To, int kElements>
 cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream,
                    bool early) {
-  const auto kernel = write_kv_kernel<From, To, kElements>;
+  constexpr auto kKernel = write_kv_kernel<From, To, kElements>;
   const unsigned blocks =
       blocks_for(p.num_tokens * p.num_kv_heads * (p.head_dim / kElements), limits);
   if (early) {
     // As in launch_prepare(): what comes next wants most of the memory as shared memory.
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    const cudaError_t error =
+        set_attribute_once<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(
+            cudaSharedmemCarveoutMaxShared, limits);
     if (error != cudaSuccess) return error;
-    return launch_early(kernel, blocks, kThreads, 0, p, limits, stream);
+    return launch_early(kKernel, blocks, kThreads, 0, p, limits, stream);
   }
-  kernel<<<blocks, kThreads, 0, stream>>>(p);
+  kKernel<<<blocks, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

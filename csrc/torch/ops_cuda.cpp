@@ -42,6 +42,7 @@ const cuda::DeviceLimits& device_limits(int32_t device, const char* op) {
   thread_local cuda::DeviceLimits limits{};
   if (known_device != device) {
     known_device = -1;
+    limits.device = device;
     check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device), op);
     check_cuda(cudaDeviceGetAttribute(&limits.shared_memory_per_block,
                                       cudaDevAttrMaxSharedMemoryPerBlockOptin, device),

@@ -15,6 +15,7 @@ struct DeviceLimits {
   int num_sms;
   int shared_memory_per_block;  // bytes that one block may opt in to
   bool has_dependent_launch;    // programmatic dependent launch: compute capability 9.0 on
+  int device;                   // CUDA's number of it
 };
 
 constexpr int kMostLineShift = 30;  // more: too many sequences and heads for any line

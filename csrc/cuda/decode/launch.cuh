@@ -1,7 +1,10 @@
 // Host side of one kernel shape.
 #pragma once
 
+#include <type_traits>
+
 #include "../dependent_launch.cuh"
+#include "../function_attribute.h"
 #include "kernel.cuh"
 #include "launch.h"
 
@@ -17,16 +20,20 @@ cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config
   static_assert(sizeof(typename Combiner<T, C, kHeadDim, kRings, kRowTiles>::Shared) +
                     kRings * kStages * slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles) <=
                 shared_bytes(kShape));
-  auto kernel = decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, false>;
+  const auto launch = [&](auto plain) {
+    constexpr auto kKernel =
+        decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, decltype(plain)::value>;
+    const cudaError_t error =
+        set_attribute_once<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(
+            shared_bytes(kShape), limits);
+    if (error != cudaSuccess) return error;
+    return launch_early(kKernel, static_cast<unsigned>(config.grid), config.threads(),
+                        config.shared_bytes, params, limits, stream);
+  };
   if constexpr (sizeof(C) == 2) {
-    if (is_plain(params)) kernel = decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, true>;
+    if (is_plain(params)) return launch(std::true_type{});
   }
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes);
-  if (error != cudaSuccess) return error;
-
-  return launch_early(kernel, static_cast<unsigned>(config.grid), config.threads(),
-                      config.shared_bytes, params, limits, stream);
+  return launch(std::false_type{});
 }
 
 }  // namespace paged_attn::cuda

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../dependent_launch.cuh"
+#include "../function_attribute.h"
 #include "../kernels.h"
 #include "launch.h"
 #include "rows.cuh"
@@ -135,8 +136,8 @@ cudaError_t launch(const DeviceParams& params, const DeviceLimits& limits, cudaS
   // The decode kernel wants its multiprocessor's memory as shared memory. Wanting the same here
   // spares a reconfiguration between the two, for which the multiprocessor would have to drain.
   const cudaError_t error =
-      cudaFuncSetAttribute(prepare_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                           cudaSharedmemCarveoutMaxShared);
+      set_attribute_once<prepare_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout>(
+          cudaSharedmemCarveoutMaxShared, limits);
   if (error != cudaSuccess) return error;
   return launch_early(prepare_kernel<T>, static_cast<unsigned>(blocks), kPrepareThreads, 0, params,
                       limits, stream);
