@@ -159,7 +159,7 @@ def prepare(peer: Peer, problem: Problem, exact: Tensor) -> tuple[Entry, Call | 
     except Unsupported as reason:
         return Entry(problem=f"unsupported: {reason}"), None
     except Exception as error:  # a peer's own failure must not end the table
-        text = " ".join(str(error).split())[-300:]
+        text = " ".join(str(error).split()).replace(str(Path.home()), "~")[-300:]
         return Entry(problem=f"failed: {type(error).__name__}: {text}"), None
     return entry, None if entry.problem else timed
 
