@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cases import Problem
 from benchmarks.harness import Call, Captured, capture, time_graphs
+from benchmarks.problem import Problem
 
 UNROLLS = (1, 2, 4, 8)
 BLOCKS_PER_SM = (1, 2, 4, 8, 16)
