@@ -11,6 +11,7 @@ from benchmarks import cases, sweeps, traces
 from benchmarks.cases import DTYPES, LAYOUTS, Cell
 from benchmarks.peer import Peer
 from benchmarks.peers import PEERS
+from benchmarks.plot import why_not
 from benchmarks.problem import why_too_large
 from benchmarks.variants import SYNTAX, Ours
 
@@ -96,6 +97,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if options.seed < 0:
         parser.error(f"--seed must be at least 0, got {options.seed}")
+    if options.plots is not None and (reason := why_not()) is not None:
+        parser.error(f"--plots: {reason}")
     options.repeats = options.repeats or REPEATS[options.device]
     options.trace_batch = options.trace_batch or TRACE_BATCH[options.device]
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import cases, harness, read_limit, report, sweeps
+from benchmarks import cases, harness, plot, read_limit, report, sweeps
 from benchmarks.arguments import parse_arguments
 from benchmarks.cases import Cell
 from benchmarks.harness import Call, Captured, Timing
@@ -208,10 +208,11 @@ def run_table(options: argparse.Namespace, command: str) -> int:
         "left_out": options.left_out,
         "cells": [result.as_dict() for result in results],
     }
+    path = options.json or report.default_path("decode", options.device)
     if not options.no_json:
-        report.write_json(options.json or report.default_path("decode", options.device), content)
+        report.write_json(path, content)
     if options.plots is not None:
-        importlib.import_module("benchmarks.plot").draw([content], options.plots)
+        plot.draw(content, options.plots, path.stem)
     wrong = any(r.ours_went_wrong() for r in results)
     return int(wrong or any(r.faster_than_read() for r in results))
 

@@ -54,7 +54,7 @@ def _context(base: Cell) -> Iterator[Cell]:
     for batch in sorted({1, base.batch, 4 * base.batch}):
         for power in range(-4, 5):
             context = max(1, int(middle * 2**power))
-            yield replace(base, batch=batch, context=context, series=f"B{batch}", x=context)
+            yield replace(base, batch=batch, context=context, series=f"batch {batch}", x=context)
 
 
 def _batch(base: Cell) -> Iterator[Cell]:
@@ -71,7 +71,7 @@ def _batch(base: Cell) -> Iterator[Cell]:
 def _group(base: Cell) -> Iterator[Cell]:
     """Query heads a KV head."""
     for group in GROUPS:
-        yield replace(base, heads=group * base.kv_heads, series=f"B{base.batch}", x=group)
+        yield replace(base, heads=group * base.kv_heads, series=f"batch {base.batch}", x=group)
 
 
 def _query(base: Cell) -> Iterator[Cell]:
@@ -84,7 +84,7 @@ def _page(base: Cell) -> Iterator[Cell]:
     """Tokens a block, for the base and for one sequence."""
     for batch in sorted({1, base.batch}):
         for page in PAGES:
-            yield replace(base, batch=batch, page=page, series=f"B{batch}", x=page)
+            yield replace(base, batch=batch, page=page, series=f"batch {batch}", x=page)
 
 
 def _layout(base: Cell) -> Iterator[Cell]:
