@@ -34,7 +34,6 @@ def parser_of_decode() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--list", action="store_true", help="show cells, sweeps and peers, measure nothing")
 
     add = parser.add_argument_group("cells, the built-in ones if none are chosen").add_argument
@@ -60,23 +59,52 @@ def parser_of_decode() -> argparse.ArgumentParser:
     add("--sweep-base", metavar="B,CONTEXT", help="what sweeps vary, default 16,8192; cpu 2,2048")
     add("--trace-batch", type=int, metavar="N", help="sequences a step, default 64; cpu 8")
     add("--steps", type=int, default=5, metavar="K", help="steps of a trace, default 5")
-    add("--seed", type=int, default=0)
 
     add = parser.add_argument_group("kernels").add_argument
     add("--variants", nargs="+", metavar="V", default=[], help="of ours, as columns; see below")
     add("--peers", nargs="*", metavar="PEER", help="keys of peers, default all; none: only ours")
-    add("--library", nargs="+", default=[], metavar="SO", help="load the op from these files")
-
-    add = parser.add_argument_group("measurement").add_argument
-    add("--repeats", type=int, help=f"default {REPEATS['cuda']} on cuda, {REPEATS['cpu']} on cpu")
     add("--layers", type=int, help="K/V pools; default: as many as exceed the caches")
+    add_measurement(parser)
+    return parser
+
+
+def add_measurement(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark has."""
+    add = parser.add_argument_group("measurement").add_argument
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    add("--repeats", type=int, help=f"default {REPEATS['cuda']} on cuda, {REPEATS['cpu']} on cpu")
     add("--threads", type=int, help="CPU threads, default: torch's")
+    add("--seed", type=int, default=0, help="of every random draw")
+    add("--library", nargs="+", default=[], metavar="SO", help="load the ops from these files")
 
     add = parser.add_argument_group("results").add_argument
     add("--json", type=Path, metavar="PATH", help="default: a new file in benchmarks/results")
     add("--no-json", action="store_true", help="write no file")
     add("--plots", type=Path, metavar="FOLDER", help="draw the results there")
-    return parser
+
+
+def check_measurement(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Fills in defaults of `add_measurement`; ends the program where an option makes no sense."""
+    if options.device is None:
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
+    check_positive(parser, options, "repeats", "threads")
+    options.repeats = options.repeats or REPEATS[options.device]
+    if options.plots is not None and (reason := why_not()) is not None:
+        parser.error(f"--plots: {reason}")
+
+
+def check_positive(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str
+) -> None:
+    """Ends the program where one of the options was given and is below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -87,19 +115,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """
     parser = parser_of_decode()
     options = parser.parse_args(arguments)
-    if options.device is None:
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
-    for name in ("repeats", "layers", "threads", "page", "trace_batch", "steps"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if options.seed < 0:
-        parser.error(f"--seed must be at least 0, got {options.seed}")
-    if options.plots is not None and (reason := why_not()) is not None:
-        parser.error(f"--plots: {reason}")
-    options.repeats = options.repeats or REPEATS[options.device]
+    check_measurement(parser, options)
+    check_positive(parser, options, "layers", "page", "trace_batch", "steps")
     options.trace_batch = options.trace_batch or TRACE_BATCH[options.device]
     try:
         cells = choose_cells(options)

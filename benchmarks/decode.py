@@ -12,37 +12,25 @@ import importlib
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import cases, harness, plot, read_limit, report, sweeps
+from benchmarks import cases, harness, read_limit, report, sweeps
 from benchmarks.arguments import parse_arguments
 from benchmarks.cases import Cell
 from benchmarks.harness import Call, Captured, Timing
 from benchmarks.peer import Peer, Unsupported
 from benchmarks.problem import Problem, make_problem
 from benchmarks.report import CellResult, Entry
-from benchmarks.variants import OURS, Ours
+from benchmarks.variants import OURS, Ours, load_op
 
 # Relative error of a row's result (norm of the difference over the norm) that rounding explains;
 # one key too many or too few shows above it up to some 100 thousand tokens in fp16.
 TOLERANCE = {"fp16": 2e-3, "bf16": 1e-2, "fp32": 1e-4}
-
-
-def load_op(libraries: Iterable[str]) -> str | None:
-    """Loads the op; why that failed, None if it did not."""
-    try:
-        for library in libraries:
-            torch.ops.load_library(library)
-        if not libraries:
-            importlib.import_module("paged_attn")
-    except Exception as error:  # an import or a linker may raise anything; peers can still run
-        return str(error).strip().splitlines()[-1]
-    return OURS.missing()
 
 
 def worst_error(result: Tensor, exact: Tensor) -> float:
@@ -208,11 +196,7 @@ def run_table(options: argparse.Namespace, command: str) -> int:
         "left_out": options.left_out,
         "cells": [result.as_dict() for result in results],
     }
-    path = options.json or report.default_path("decode", options.device)
-    if not options.no_json:
-        report.write_json(path, content)
-    if options.plots is not None:
-        plot.draw(content, options.plots, path.stem)
+    report.leave(content, "decode", options)
     wrong = any(r.ours_went_wrong() for r in results)
     return int(wrong or any(r.faster_than_read() for r in results))
 

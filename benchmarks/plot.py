@@ -32,8 +32,13 @@ X_LABELS = {
     "query": "queries a sequence",
     "page": "tokens a block",
 }
-ROW_TITLES = {"": "decode beside its peers", "trace": "decode steps of request traces"}
+ROW_TITLES = {
+    "": "decode beside its peers",
+    "trace": "decode steps of request traces",
+    "ops": "the ops around decode",
+}
 OVER_READ = "time over that of merely reading the same K and V"
+OVER_COPY = "time over that of copying as many bytes"
 OVER_OURS = "time over that of paged_attn without options"
 BASE_PAGE = 16
 
@@ -206,7 +211,8 @@ class Book:
             for key, of_rows in values.items()
         ]
         title = SWEEPS[name].title if name in SWEEPS else ROW_TITLES[name]
-        figure: Figure = self._figures.rows(self._labels(title, cells), series, OVER_READ)
+        label = OVER_COPY if name == "ops" else OVER_READ
+        figure: Figure = self._figures.rows(self._labels(title, cells), series, label)
         return figure
 
     @staticmethod
@@ -245,12 +251,12 @@ def draw(content: dict[str, Any], folder: Path, stem: str) -> list[Path]:
     """Writes a result file's figures as FOLDER/STEM-NAME.png and says where.
 
     Raises:
-        ValueError: it is no result of benchmarks.decode, or there is nothing in it to draw.
+        ValueError: it is no result of a benchmark's cells, or there is nothing in it to draw.
     """
     try:
         figures = Book(content).figures()
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no result of benchmarks.decode: {error!r}") from None
+        raise ValueError(f"no result of a benchmark: {error!r}") from None
     if not figures:
         raise ValueError("nothing in it was timed")
     folder.mkdir(parents=True, exist_ok=True)
@@ -265,7 +271,8 @@ def draw(content: dict[str, Any], folder: Path, stem: str) -> list[Path]:
 def main(arguments: list[str] | None = None) -> int:
     """Draws the files; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot", description="Draws results of benchmarks.decode."
+        prog="python -m benchmarks.plot",
+        description="Draws result files of benchmarks.decode and benchmarks.cache_ops.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import importlib.metadata
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import plot
 from benchmarks.cases import Cell
 from benchmarks.harness import Timing
 from benchmarks.peer import Peer
@@ -307,11 +309,15 @@ def default_path(kind: str, device: str) -> Path:
     return Path(__file__).parent / "results" / f"{kind}-{name}-{now}.json"
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a result file and says where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written: {path}", file=sys.stderr)
+def leave(content: dict[str, Any], kind: str, options: argparse.Namespace) -> None:
+    """Writes a run's result file and draws it, as the options say, and says where."""
+    path = options.json or default_path(kind, options.device)
+    if not options.no_json:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written: {path}", file=sys.stderr)
+    if options.plots is not None:
+        plot.draw(content, options.plots, path.stem)
 
 
 def empty_result(problem: Problem) -> CellResult:

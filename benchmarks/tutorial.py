@@ -64,8 +64,6 @@ def run(options: argparse.Namespace, command: str) -> int:
         print(f"{peer.title:20s}" + "".join(f"{figure:12.1f}" for figure in figures), flush=True)
         kernels[peer.key] = {f"q{q}_us": f for q, f in zip(QUANTILES, figures, strict=True)}
         kernels[peer.key]["error"] = error
-    if not options.no_json:
-        content = {**report.environment(options.device, command), "kernels": kernels}
-        path = options.json or report.default_path("tutorial", options.device)
-        report.write_json(path, content)
+    content = {**report.environment(options.device, command), "kernels": kernels}
+    report.leave(content, "tutorial", options)
     return status

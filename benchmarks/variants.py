@@ -6,7 +6,8 @@ those values in fp8; one with several queries a sequence draws that many.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -251,3 +252,15 @@ class Ours(Peer):
 
 
 OURS = Ours()
+
+
+def load_op(libraries: Iterable[str]) -> str | None:
+    """Loads the op; why that failed, None if it did not."""
+    try:
+        for library in libraries:
+            torch.ops.load_library(library)
+        if not libraries:
+            importlib.import_module("paged_attn")
+    except Exception as error:  # an import or a linker may raise anything; peers can still run
+        return str(error).strip().splitlines()[-1]
+    return OURS.missing()
