@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ import torch
 
 from benchmarks import cases, decode, read_limit, sweeps
 from benchmarks import problem as problem_module
+from benchmarks.arguments import parse_arguments
 from benchmarks.harness import Call
 from benchmarks.problem import Problem, make_problem
 from benchmarks.variants import OURS, Ours
+
+DOCUMENTATION = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
 def main(arguments: str, path: Path) -> int:
@@ -203,3 +208,22 @@ def test_reads_read_every_byte_once(layout: str, kv_heads: int) -> None:
     torch.cuda.synchronize()
     problem.pools[0].view(torch.int32)[0] += 1
     reads.check()
+
+
+COMMANDS = re.findall(r"python -m benchmarks\.decode([^`\n#|]*)", DOCUMENTATION.read_text())
+
+
+@pytest.mark.parametrize("arguments", sorted({command.strip() for command in COMMANDS}))
+def test_documented_commands_can_be_given(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = "\n".join(f"t,{100 + i},20" for i in range(200))
+    (tmp_path / "TRACE.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{requests}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(problem_module, "available_bytes", lambda device: 10**12)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if arguments == "--help":
+        return
+    options = parse_arguments(["--device", "cuda", *shlex.split(arguments)])
+    assert options.chosen_cells
+    assert not options.left_out
