@@ -68,8 +68,9 @@ def parser_of_decode() -> argparse.ArgumentParser:
     return parser
 
 
-def add_measurement(parser: argparse.ArgumentParser) -> None:
-    """The options that every benchmark has."""
+def add_measurement(parser: argparse.ArgumentParser, *, plots: bool = True) -> None:
+    """The options that every benchmark has, and `--plots` where there is something to draw."""
+    parser.set_defaults(plots=None)
     add = parser.add_argument_group("measurement").add_argument
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--repeats", type=int, help=f"default {REPEATS['cuda']} on cuda, {REPEATS['cpu']} on cpu")
@@ -80,7 +81,8 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("results").add_argument
     add("--json", type=Path, metavar="PATH", help="default: a new file in benchmarks/results")
     add("--no-json", action="store_true", help="write no file")
-    add("--plots", type=Path, metavar="FOLDER", help="draw the results there")
+    if plots:
+        add("--plots", type=Path, metavar="FOLDER", help="draw the results there")
 
 
 def check_measurement(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -117,6 +119,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     check_measurement(parser, options)
     check_positive(parser, options, "layers", "page", "trace_batch", "steps")
+    if options.tutorial and options.plots is not None:
+        parser.error("--plots: nothing is drawn of the tutorial's benchmark")
     options.trace_batch = options.trace_batch or TRACE_BATCH[options.device]
     try:
         cells = choose_cells(options)

@@ -85,7 +85,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--burst", type=int, default=200, help="calls in a row, default 200")
-    add_measurement(parser)
+    add_measurement(parser, plots=False)
     options = parser.parse_args(arguments)
     check_measurement(parser, options)
     check_positive(parser, options, "burst")

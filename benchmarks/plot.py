@@ -106,15 +106,13 @@ class Book:
         for cell in content["cells"]:
             self._parts.setdefault(cell.get("shape", {}).get("sweep", ""), []).append(cell)
         invalid = sum(not cell["valid"] for cell in content["cells"])
+        warning = f"INVALID cells, in which something beat the read limit: {invalid}"
         self._small_print = ", ".join(
             [
                 content["date"][:16].replace("T", " "),
                 content["device"],
                 f"torch {content['torch']}",
-                *(
-                    [f"INVALID: {invalid} cells in which something beat the read limit"]
-                    * (invalid > 0)
-                ),
+                *([warning] if invalid else []),
                 content["command"],
             ]
         )

@@ -317,7 +317,10 @@ def leave(content: dict[str, Any], kind: str, options: argparse.Namespace) -> No
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"written: {path}", file=sys.stderr)
     if options.plots is not None:
-        plot.draw(content, options.plots, path.stem)
+        try:
+            plot.draw(content, options.plots, path.stem)
+        except ValueError as error:
+            print(f"not drawn: {error}")
 
 
 def empty_result(problem: Problem) -> CellResult:

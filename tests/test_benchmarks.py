@@ -22,9 +22,9 @@ from benchmarks.variants import OURS, Ours
 DOCUMENTATION = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
-def main(arguments: str, path: Path) -> int:
-    """Runs a command on the CPU; returns its status, which is 1 too where a read was disturbed."""
-    return decode.main([*f"--device cpu --repeats 1 {arguments} --json".split(), str(path)])
+def main(arguments: str, path: Path, device: str = "cpu") -> int:
+    """Runs a command; returns its status, which is 1 too where a read was disturbed."""
+    return decode.main([*f"--device {device} --repeats 1 {arguments} --json".split(), str(path)])
 
 
 def run_small(path: Path) -> dict[str, Any]:
@@ -83,11 +83,11 @@ VARIANTS = (
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_variants_are_right(dtype: str, layout: str, tmp_path: Path) -> None:
+def test_variants_are_right(dtype: str, layout: str, device: str, tmp_path: Path) -> None:
     """Each against the definition with its option, on one problem and with padding rows."""
     path = tmp_path / "table.json"
     arguments = f"--shape 3,4,2,16,40-90 --padded --layers 2 --dtype {dtype} --layout {layout}"
-    main(f"{arguments} --peers --variants {' '.join(VARIANTS)}", path)
+    main(f"{arguments} --peers --variants {' '.join(VARIANTS)}", path, device)
     kernels = json.loads(path.read_text())["cells"][0]["kernels"]
     for text in VARIANTS:
         assert kernels[text]["problem"] is None
@@ -98,15 +98,15 @@ def test_variants_are_right(dtype: str, layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["e4m3", "e5m2", "window=20", "softcap=5", "alibi", "sinks"])
-def test_option_ignored_is_wrong(text: str) -> None:
-    problem = make_problem(cases.Cell("", 3, 4, 2, 16, 90), "cpu", layers=1)
+def test_option_ignored_is_wrong(text: str, device: str) -> None:
+    problem = make_problem(cases.Cell("", 3, 4, 2, 16, 90), device, layers=1)
     ignored = OURS.bind(problem)(0)
     assert decode.judge("fp16", ignored, Ours(text).exact(problem)).problem is not None
 
 
 @pytest.mark.parametrize("text", ["append", "apart", "append+q1-4", "apart+q3"])
-def test_variant_that_writes_leaves_the_cache_as_it_was(text: str) -> None:
-    problem = make_problem(cases.Cell("", 3, 4, 2, 16, (40, 90)), "cpu", layers=2, padded=True)
+def test_variant_that_writes_leaves_the_cache_as_it_was(text: str, device: str) -> None:
+    problem = make_problem(cases.Cell("", 3, 4, 2, 16, (40, 90)), device, layers=2, padded=True)
     before = problem.pools[1].clone()
     call = Ours(text).bind(problem)
     for row, length in enumerate(problem.lens[: problem.cell.batch]):
@@ -135,9 +135,9 @@ def test_variant_without_sense_is_unsupported(
 
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
-def test_sweep(name: str, tmp_path: Path) -> None:
+def test_sweep(name: str, device: str, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    main(f"--sweep {name} --heads 4,2,16 --sweep-base 2,64 --layers 2 --peers", path)
+    main(f"--sweep {name} --heads 4,2,16 --sweep-base 2,64 --layers 2 --peers", path, device)
     cells = json.loads(path.read_text())["cells"]
     points = {(c["shape"]["series"], c["shape"]["x"]) for c in cells}
     assert len(points) == len(cells)
@@ -193,6 +193,48 @@ def test_help_and_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert decode.main(["--list", "--device", "cpu"]) == 0
     listed = capsys.readouterr().out
     assert all(f"--sweep {name}" in listed for name in sweeps.SWEEPS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--shape 0,4,2,16,40",
+        "--shape 2,4,3,16,40",
+        "--shape 2,4,2,16,0",
+        "--shape 2,4,2,16,90-40",
+        "--shape 2,4,2,16",
+        "--cells nothing-like-it",
+        "--repeats 0",
+        "--layers 0",
+        "--page 0",
+        "--peers nobody",
+        "--seed -1",
+        "--steps 0",
+        "--tutorial --plots folder",
+        "--trace-batch 0",
+        "--trace nothing-there.csv",
+        "--trace azure_code --heads 4,3,16",
+        "--sweep nothing-like-it",
+        "--sweep context --heads 4,2",
+        "--sweep context --sweep-base 0,64",
+        "--sweep context --sweep-base 2,x",
+        "--variants window",
+        "--variants window=0",
+        "--variants softcap=nan",
+        "--variants softcap=-1",
+        "--variants q0",
+        "--variants q4-1",
+        "--variants q",
+        "--variants e4m3+e5m2",
+        "--variants invariant+invariant",
+        "--variants +",
+    ],
+)
+def test_degenerate_input(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        decode.main(["--device", "cpu", *arguments.split()])
+    assert exit_.value.code == 2
+    assert "error:" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

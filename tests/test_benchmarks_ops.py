@@ -13,15 +13,18 @@ import paged_attn
 from benchmarks import cache_ops, problem
 from benchmarks.cache_ops import FAMILIES, Work
 
+NBYTES = 100_000
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers."""
     monkeypatch.setattr(problem, "CPU_POOL_BYTES", 1)
+    monkeypatch.setattr(problem, "CUDA_POOL_BYTES", 1)
 
 
-def works(nbytes: int = 100_000) -> list[Work]:
-    return [work for family in FAMILIES.values() for work in family(nbytes, "cpu")]
+def works(device: str = "cpu") -> list[Work]:
+    return [work for family in FAMILIES.values() for work in family(NBYTES, device)]
 
 
 def test_every_op_that_is_not_decode_is_there() -> None:
@@ -31,24 +34,28 @@ def test_every_op_that_is_not_decode_is_there() -> None:
     assert measured == others - decoding
 
 
-@pytest.mark.parametrize("work", works(), ids=lambda work: work.name)
-def test_op_is_right_and_moves_what_it_says(work: Work) -> None:
-    assert cache_ops.why_wrong(work) is None
-    assert 100_000 <= work.nbytes < 1_200_000
-    before, after = cache_ops.clone(work.arguments[0]), cache_ops.clone(work.arguments[0])
-    returned = list(cache_ops.tensors(getattr(torch.ops.paged_attn, work.op).default(*after)))
-    results = sum(tensor.nbytes for tensor in returned)
-    if work.op == "merge_states":
-        read = sum(tensor.nbytes for tensor in cache_ops.tensors(before))
-        assert work.nbytes == read + results
-        return
-    pairs = zip(cache_ops.tensors(before), cache_ops.tensors(after), strict=True)
-    written = sum(new[new.double() != old.double()].nbytes for old, new in pairs)
-    # Some elements had their value before.
-    read = work.nbytes - written
-    fp8 = "e4m3" in work.name
-    assert 0.9 < written / (work.nbytes / (3 if fp8 else 2)) <= 1
-    assert read > 0
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ops_are_right_and_move_what_they_say(family: str, device: str) -> None:
+    for work in FAMILIES[family](NBYTES, device):
+        assert NBYTES <= work.nbytes < 12 * NBYTES
+        before = cache_ops.clone(work.arguments[0])
+        if work.op == "merge_states":
+            returned = torch.ops.paged_attn.merge_states.default(*before)
+            moved = [*cache_ops.tensors(before), *cache_ops.tensors(returned)]
+            assert work.nbytes == sum(tensor.nbytes for tensor in moved)
+        else:
+            # Some elements had their value before.
+            share = written_bytes(work, before) / work.nbytes
+            assert 0.9 < share * (3 if "e4m3" in work.name else 2) <= 1
+        assert cache_ops.measure(work, device, 1)["kernels"]["ours"]["problem"] is None
+
+
+def written_bytes(work: Work, arguments: tuple[Any, ...]) -> int:
+    """Bytes of the elements that a call changes."""
+    after = cache_ops.clone(arguments)
+    getattr(torch.ops.paged_attn, work.op).default(*after)
+    pairs = zip(cache_ops.tensors(arguments), cache_ops.tensors(after), strict=True)
+    return sum(new[new.double() != old.double()].nbytes for old, new in pairs)
 
 
 @pytest.mark.parametrize("op", ["reshape_and_cache", "copy_blocks", "merge_states"])

@@ -190,7 +190,7 @@ def test_every_figure_says_where_it_comes_from() -> None:
     text = " ".join(" ".join(t.get_text() for t in figure.texts).split())
     for part in ("2026-01-02 03:04", "Some GPU", "python -m benchmarks.decode --some thing"):
         assert part in text
-    assert "INVALID: 1 cells" in text
+    assert "beat the read limit: 1" in text
     assert "batch 2, 8 query heads" in text
 
 
