@@ -9,6 +9,7 @@ python -m benchmarks.decode --variants apart append.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -108,28 +109,20 @@ def copies(nbytes: int, device: str) -> Iterator[Work]:
 
 def swaps(nbytes: int, device: str) -> Iterator[Work]:
     """swap_blocks, out to pinned host memory and in; on the CPU from host to host."""
+    ways = {"out": ("cuda", "cpu"), "in": ("cpu", "cuda")}
+    if device == "cpu":
+        ways = {"within the host": ("cpu", "cpu")}
     blocks = -(-nbytes // (2 * BLOCK_BYTES))
-    ways = (
-        {"out": ("cuda", "cpu"), "in": ("cpu", "cuda")}
-        if device == "cuda"
-        else {"": ("cpu", "cpu")}
-    )
     moved = 2 * blocks * BLOCK_BYTES
-    for way, (source, destination) in ways.items():
-        arguments = []
-        for _ in range(choose_layers(moved, device)):
-            src = on(source, device, blocks * BLOCK_BYTES // 2, torch.bfloat16)
-            dst = on(destination, device, blocks * BLOCK_BYTES // 2, torch.bfloat16)
-            shape = (blocks, PAGE, KV_HEADS, HEAD_DIM)
-            arguments.append(([src.view(shape)], [dst.view(shape)]))
-        for order, ids in (
-            ("one run", torch.arange(blocks)),
-            ("scattered", torch.randperm(blocks)),
-        ):
-            mapping = torch.stack([ids, ids], dim=1)
-            name = " ".join(["swap_blocks", *([way] if way else []), order])
-            with_mapping = [(*tensors, mapping) for tensors in arguments]
-            yield Work(name, "swap_blocks", with_mapping, moved, (source, destination))
+    shape = (blocks, PAGE, KV_HEADS, HEAD_DIM)
+    for way, devices in ways.items():
+        for order, to in (("one run", torch.arange(blocks)), ("scattered", torch.randperm(blocks))):
+            mapping = torch.stack([torch.arange(blocks), to], dim=1)
+            arguments: list[tuple[Any, ...]] = []
+            for _ in range(choose_layers(moved, device)):
+                pair = [on(where, device, math.prod(shape), torch.bfloat16) for where in devices]
+                arguments.append(([pair[0].view(shape)], [pair[1].view(shape)], mapping))
+            yield Work(f"swap_blocks {way}, {order}", "swap_blocks", arguments, moved, devices)
 
 
 def merges(nbytes: int, device: str) -> Iterator[Work]:
@@ -237,12 +230,12 @@ def line(cell: dict[str, Any]) -> str:
     """A row of the table."""
     ours, copy = cell["kernels"]["ours"], cell["read"]
     if copy is None:
-        return f"{cell['cell']:40s} {ours['problem']}"
+        return f"{cell['cell']:46s} {ours['problem']}"
     time, limit = ours["median_us"], copy["median_us"]
     rates = [cell["bytes"] / t * 1e-3 for t in (time, limit)]
     noisy = "  NOISY" if ours["noisy"] or copy["noisy"] else ""
     return (
-        f"{cell['cell']:40s} {time:10.1f} {rates[0]:8.1f} {limit:10.1f} {rates[1]:8.1f} "
+        f"{cell['cell']:46s} {time:10.1f} {rates[0]:8.1f} {limit:10.1f} {rates[1]:8.1f} "
         f"{100 * limit / time:7.1f}%{noisy}"
     )
 
@@ -286,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(f"{report.device_name(options.device)}, torch {torch.__version__}")
     titles = f"{'µs':>10s} {'GB/s':>8s} {'copy µs':>10s} {'GB/s':>8s} of copy"
-    print(f"{'op, bytes read and written':40s} {titles}")
+    print(f"{'op, bytes read and written':46s} {titles}")
     cells = []
     for family in options.ops:
         for size in options.megabytes:
