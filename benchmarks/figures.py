@@ -243,13 +243,10 @@ def rows(labels: Labels, series: list[Series], x_label: str) -> Figure:
                         axis.plot([y, worst], [i, i], color=BLUE, linewidth=2.5)
                 else:
                     inside = [(y, i) for y, i, _ in at if low < y <= high]
+                    xs, ys = [y for y, _ in inside], [i for _, i in inside]
                     style = sheet.style(line.key, line=False)
-                    axis.plot(
-                        *zip(*inside, strict=True) if inside else ([], []),
-                        **style,
-                        zorder=4,
-                        clip_on=False,
-                    )
+                    (markers,) = axis.plot(xs, ys, **style, zorder=4, clip_on=False)
+                    markers.set_in_layout(False)
             axis.axvline(1, color=BLACK, linewidth=1, zorder=3)
             axis.set_xlim(low, high)
             axis.tick_params(axis="y", length=0)
@@ -292,19 +289,21 @@ def ratios(labels: Labels, series: list[Series], x_label: str) -> Figure:
 
 
 def _bar_values(axis: Axes, values: list[tuple[int, float]]) -> None:
-    """Writes each value where its bar begins."""
+    """Writes each value left of its bar, between it and its name."""
+    axis.tick_params(axis="y", length=0, pad=32)
     for i, value in values:
-        axis.annotate(
+        text = axis.annotate(
             f"{value:.2f}",
             (0, i),
-            xytext=(4, 0),
+            xytext=(-4, 0),
             textcoords="offset points",
+            ha="right",
             va="center",
             fontsize=7.5,
-            color="white",
+            color=BLUE,
             weight="bold",
-            zorder=5,
         )
+        text.set_in_layout(False)  # the names' padding has made room for it
 
 
 def _double(axis: Axes, ticks: list[float]) -> None:

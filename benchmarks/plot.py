@@ -210,6 +210,8 @@ class Book:
         ]
         title = SWEEPS[name].title if name in SWEEPS else ROW_TITLES[name]
         label = OVER_COPY if name == "ops" else OVER_READ
+        if name == "trace":
+            label += "; thin: the worst step"
         figure: Figure = self._figures.rows(self._labels(title, cells), series, label)
         return figure
 
@@ -235,7 +237,8 @@ class Book:
             return None
         series = [self._figures.Series(key, points) for key, points in ratios.items()]
         labels = self._labels(SWEEPS["options"].title, cells)
-        figure: Figure = self._figures.ratios(labels, series, OVER_OURS)
+        label = OVER_OURS + ("; dots: single cells" if len(cells) > 1 else "")
+        figure: Figure = self._figures.ratios(labels, series, label)
         return figure
 
 
