@@ -1,31 +1,14 @@
-"""What is measured: the cells as data, and the tensors that make a problem of one of them.
-
-A cell is a shape; a `Problem` is that shape in memory, with one K/V pool a layer. The layers
-together are larger than any cache of the device, so that every call finds its K and V in memory,
-as each layer of a model's decode step does.
-"""
+"""What is measured: the cells as data. `problem` makes tensors of them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LAYOUTS = ("NHD", "HND", "interleaved")
-
-# Bytes that the pools of all layers take together, at least: 30 times an H200's L2, and 8 times
-# a large L3 of a CPU.
-CUDA_POOL_BYTES = 1.5e9
-CPU_POOL_BYTES = 256e6
-
-# A graph of more calls gets unwieldy; only problems below 1.5 MB reach it.
-MAX_LAYERS = 1024
-
-# Tokens that a table of `wide_table` has room for, whatever the lengths are.
-WIDE_TABLE_TOKENS = 131072
 
 
 @dataclass(frozen=True)
@@ -41,6 +24,12 @@ class Cell:
         context: tokens of every sequence, or (low, high): drawn evenly from low to high - 1.
         page: tokens a block.
         dtype: key of `DTYPES`.
+        layout: memory order of the pools, one of `LAYOUTS`.
+        scattered: whether a sequence's blocks lie anywhere in the pool, or one after the other.
+        lengths: tokens of each sequence, drawn beforehand; then `context` says nothing.
+        sweep: the sweep, or "trace", that this cell is a point of; empty for none.
+        series: the line or group of the sweep's plot that the cell belongs to.
+        x: its place in the series.
     """
 
     name: str
@@ -48,9 +37,15 @@ class Cell:
     heads: int
     kv_heads: int
     head_dim: int
-    context: int | tuple[int, int]
+    context: int | tuple[int, int] = 1
     page: int = 16
     dtype: str = "fp16"
+    layout: str = "NHD"
+    scattered: bool = True
+    lengths: tuple[int, ...] = ()
+    sweep: str = ""
+    series: str = ""
+    x: int | str = 0
 
     def __post_init__(self) -> None:
         """Refuses shapes that would measure nothing.
@@ -68,6 +63,10 @@ class Cell:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout}")
+        if self.lengths and (len(self.lengths) != self.batch or min(self.lengths) < 1):
+            raise ValueError(f"lengths must be {self.batch} of at least 1, got {self.lengths}")
         low, high = self.context_range
         if low < 1 or high <= low:
             raise ValueError(
@@ -81,9 +80,25 @@ class Cell:
             return self.context
         return self.context, self.context + 1
 
-    def changed(self, dtype: str | None, page: int | None) -> Cell:
-        """This cell with another dtype or page size where one is named."""
-        return replace(self, dtype=dtype or self.dtype, page=self.page if page is None else page)
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V."""
+        return 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def most_pool_bytes(self) -> int:
+        """Bytes that one layer's K and V take with the longest lengths that can be drawn."""
+        lengths = self.lengths or (self.context_range[1] - 1,) * self.batch
+        return sum(-(-n // self.page) for n in lengths) * self.page * self.token_bytes
+
+    def changed(self, dtype: str | None, page: int | None, layout: str | None) -> Cell:
+        """This cell with another dtype, page size or layout where one is named."""
+        return replace(
+            self,
+            dtype=dtype or self.dtype,
+            page=self.page if page is None else page,
+            layout=layout or self.layout,
+        )
 
 
 CUDA_CELLS = (
@@ -134,176 +149,9 @@ def parse_shape(text: str, device: str) -> Cell:
         raise ValueError(f"context must be N or LOW-HIGH, got {fields[4]!r}")
     context = bounds[0] if len(bounds) == 1 else (bounds[0], bounds[1])
     name = f"B{batch} {heads}/{kv_heads} d{head_dim} {fields[4]}"
-    page, dtype = (16, "fp16") if device == "cuda" else (32, "bf16")
-    return Cell(name, batch, heads, kv_heads, head_dim, context, page, dtype)
+    return Cell(name, batch, heads, kv_heads, head_dim, context, **usual(device))
 
 
-@dataclass
-class Problem:
-    """A cell in memory.
-
-    Attributes:
-        cell: the shape; `cell.batch` counts the sequences with tokens, not padding rows.
-        q: [B, H, D]. B includes padding rows.
-        pools: one flat tensor a layer, holding that layer's K and V, all with the same values.
-        k: one [N, S, G, D] view a layer.
-        v: as `k`.
-        block_tables: [B, M], int32; entries past a sequence's blocks are 0.
-        context_lens: [B], int32, on the device; 0 in padding rows.
-        lens: the same on the host.
-        layout: one of `LAYOUTS`.
-        nbytes: bytes of K and V that one call must read.
-    """
-
-    cell: Cell
-    q: Tensor
-    pools: list[Tensor]
-    k: list[Tensor]
-    v: list[Tensor]
-    block_tables: Tensor
-    context_lens: Tensor
-    lens: list[int]
-    layout: str
-    nbytes: int
-
-    @property
-    def layers(self) -> int:
-        """Number of K/V pools."""
-        return len(self.pools)
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores, 1/sqrt(D)."""
-        return 1 / math.sqrt(self.cell.head_dim)
-
-    @property
-    def num_blocks(self) -> list[int]:
-        """Blocks that each row's tokens lie in."""
-        return [-(-length // self.cell.page) for length in self.lens]
-
-    @property
-    def max_context(self) -> int:
-        """Tokens that the table has room for, all that a launch without a plan may know."""
-        return self.block_tables.shape[1] * self.cell.page
-
-    def caches_as(self, layout: str) -> tuple[list[Tensor], list[Tensor]]:
-        """K and V with memory order "NHD" or "HND": views where they have it, else copies.
-
-        Returns:
-            Two lists with a contiguous tensor a layer, [N, S, G, D] or [N, G, S, D].
-        """
-        if layout == "NHD":
-            return [x.contiguous() for x in self.k], [x.contiguous() for x in self.v]
-        return (
-            [x.transpose(1, 2).contiguous() for x in self.k],
-            [x.transpose(1, 2).contiguous() for x in self.v],
-        )
-
-
-def split_pool(
-    pool: Tensor, layout: str, page: int, kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor]:
-    """The logical [N, S, G, D] views of K and V in a flat pool."""
-    if layout == "NHD":
-        k, v = pool.view(2, -1, page, kv_heads, head_dim).unbind(0)
-    elif layout == "HND":
-        k, v = pool.view(2, -1, kv_heads, page, head_dim).transpose(2, 3).unbind(0)
-    elif layout == "interleaved":
-        k, v = pool.view(-1, 2, page, kv_heads, head_dim).unbind(1)
-    else:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout}")
-    return k, v
-
-
-def make_problem(
-    cell: Cell,
-    device: str,
-    *,
-    layout: str = "NHD",
-    layers: int | None = None,
-    wide_table: bool = False,
-    padded: bool = False,
-    pool_blocks: int | None = None,
-    seed: int = 0,
-) -> Problem:
-    """Draws a problem: lengths, a random order of the blocks, and normal q, K and V.
-
-    Args:
-        cell: the shape.
-        device: "cuda" or "cpu".
-        layout: memory order of the pools, one of `LAYOUTS`.
-        layers: number of pools; by default as many as exceed the device's caches.
-        wide_table: tables with room for `WIDE_TABLE_TOKENS` whatever the lengths are.
-        padded: as many rows of length 0 after the sequences as there are sequences, the way
-            an engine fills a batch up to a captured graph's size.
-        pool_blocks: blocks in a pool; by default exactly those that hold tokens.
-        seed: of every random draw.
-
-    Raises:
-        ValueError: an unknown layout, fewer than 1 layer, too few blocks.
-    """
-    if layers is not None and layers < 1:
-        raise ValueError(f"layers must be at least 1, got {layers}")
-    generator = torch.Generator().manual_seed(seed)
-    dtype = DTYPES[cell.dtype]
-    if isinstance(cell.context, tuple):
-        lens = torch.randint(*cell.context, (cell.batch,), generator=generator)
-    else:
-        lens = torch.full((cell.batch,), cell.context)
-    blocks = (lens + cell.page - 1) // cell.page
-    used = int(blocks.sum())
-    total = used if pool_blocks is None else pool_blocks
-    if total < used:
-        raise ValueError(f"pool_blocks must be at least {used}, got {pool_blocks}")
-
-    width = int(blocks.max())
-    if wide_table:
-        width = max(width, -(-WIDE_TABLE_TOKENS // cell.page))
-    rows = 2 * cell.batch if padded else cell.batch
-    tables = torch.zeros(rows, width, dtype=torch.int32)
-    order = torch.randperm(total, generator=generator).int()
-    start = 0
-    for row, count in enumerate(blocks.tolist()):
-        tables[row, :count] = order[start : start + count]
-        start += count
-    lens = torch.nn.functional.pad(lens, (0, rows - cell.batch))
-
-    token_bytes = 2 * cell.kv_heads * cell.head_dim * dtype.itemsize
-    nbytes = int(lens.sum()) * token_bytes
-    if layers is None:
-        goal = CUDA_POOL_BYTES if device == "cuda" else CPU_POOL_BYTES
-        layers = min(max(2, math.ceil(goal / nbytes)), MAX_LAYERS)
-
-    torch.manual_seed(seed)
-    q = torch.randn(rows, cell.heads, cell.head_dim, device=device, dtype=dtype)
-    elements = 2 * total * cell.page * cell.kv_heads * cell.head_dim
-    first = torch.randn(elements, device=device, dtype=dtype)
-    pools = [first] + [first.clone() for _ in range(layers - 1)]
-    views = [split_pool(x, layout, cell.page, cell.kv_heads, cell.head_dim) for x in pools]
-    return Problem(
-        cell=cell,
-        q=q,
-        pools=pools,
-        k=[k for k, _ in views],
-        v=[v for _, v in views],
-        block_tables=tables.to(device),
-        context_lens=lens.int().to(device),
-        lens=lens.tolist(),
-        layout=layout,
-        nbytes=nbytes,
-    )
-
-
-def reference(problem: Problem) -> Tensor:
-    """The exact result, gathered and computed in fp64 sequence by sequence: [B, H, D], fp64."""
-    p, cell = problem, problem.cell
-    out = torch.zeros(p.q.shape, dtype=torch.float64, device=p.q.device)
-    for row, (length, count) in enumerate(zip(p.lens, p.num_blocks, strict=True)):
-        if length == 0:
-            continue
-        ids = p.block_tables[row, :count].long()
-        k, v = (x[0][ids].flatten(0, 1)[:length].double() for x in (p.k, p.v))
-        q = p.q[row].double().view(cell.kv_heads, -1, cell.head_dim)
-        scores = torch.einsum("grd,ngd->grn", q, k) * p.scale
-        out[row] = torch.einsum("grn,ngd->grd", scores.softmax(-1), v).reshape(cell.heads, -1)
-    return out
+def usual(device: str) -> dict[str, Any]:
+    """Page size and dtype of cells that are not built in."""
+    return {"page": 16, "dtype": "fp16"} if device == "cuda" else {"page": 32, "dtype": "bf16"}

@@ -1,149 +1,64 @@
 """Decode beside its peers and the read limit: one command, one table.
 
 Every kernel's result is compared with the exact one before its time counts; kernels and the read
-limit are timed in turn in one process. See `harness` for how, `read_limit` for the denominator.
+limit are timed in turn in one process. See `harness` for how, `read_limit` for the denominator,
+`arguments` for what can be chosen.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import cases, harness, read_limit, report
-from benchmarks.cases import DTYPES, LAYOUTS, Cell, Problem
+from benchmarks import cases, harness, read_limit, report, sweeps
+from benchmarks.arguments import parse_arguments
+from benchmarks.cases import Cell
 from benchmarks.harness import Call, Captured, Timing
 from benchmarks.peer import Peer, Unsupported
-from benchmarks.peers import OURS, PEERS
+from benchmarks.problem import Problem, make_problem
 from benchmarks.report import CellResult, Entry
+from benchmarks.variants import OURS, Ours, load_op
 
-# Relative error of a sequence's result (norm of the difference over the norm) that rounding
-# explains; one key too many or too few shows above it up to some 100 thousand tokens in fp16.
+# Relative error of a row's result (norm of the difference over the norm) that rounding explains;
+# one key too many or too few shows above it up to some 100 thousand tokens in fp16.
 TOLERANCE = {"fp16": 2e-3, "bf16": 1e-2, "fp32": 1e-4}
 
-REPEATS = {"cuda": 20, "cpu": 15}
 
+def worst_error(result: Tensor, exact: Tensor) -> float:
+    """The largest relative error of a row, [H, D] each; NaN counts as infinite.
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode", description=__doc__.split("\n\n")[0]
-    )
-    add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    add("--cells", nargs="+", metavar="CELL", help="indices, or parts of names, of built-in cells")
-    add("--shape", nargs="+", metavar="B,H,G,D,CONTEXT", default=[], help="cells of your own")
-    add("--dtype", choices=tuple(DTYPES), help="instead of the cells' own")
-    add("--page", type=int, help="tokens a block, instead of the cells' own")
-    add("--layout", choices=LAYOUTS, default="NHD", help="memory order of the pools")
-    add("--peers", nargs="*", metavar="PEER", help="keys of peers; none: only ours and read")
-    add("--repeats", type=int, help=f"default {REPEATS['cuda']} on cuda, {REPEATS['cpu']} on cpu")
-    add("--layers", type=int, help="K/V pools; default: as many as exceed the caches")
-    add("--wide-table", action="store_true", help="tables 131072 tokens wide")
-    add("--padded", action="store_true", help="as many rows of length 0 as sequences")
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, help="CPU threads, default: torch's")
-    add("--library", nargs="+", default=[], metavar="SO", help="load the op from these files")
-    add("--json", type=Path, metavar="PATH", help="default: a new file in benchmarks/results")
-    add("--no-json", action="store_true", help="write no file")
-    add("--list", action="store_true", help="show cells and peers, measure nothing")
-    add("--tutorial", action="store_true", help="the tutorial's own benchmark instead")
-    options = parser.parse_args(arguments)
-    if options.device is None:
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
-    for name in ("repeats", "layers", "threads", "page"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-    options.repeats = options.repeats or REPEATS[options.device]
-    try:
-        options.chosen_cells = choose_cells(options)
-        options.chosen_peers = choose_peers(options)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
-
-
-def choose_cells(options: argparse.Namespace) -> list[Cell]:
-    """The built-in cells asked for, all by default, and the user's own.
-
-    Raises:
-        ValueError: nothing matches, or a shape is refused.
+    Rows of sequences without tokens are 0 and do not count.
     """
-    known = cases.cells_for(options.device)
-    chosen = [] if options.shape and options.cells is None else list(known)
-    if options.cells is not None:
-        chosen = []
-        for wanted in options.cells:
-            if wanted.isdigit():
-                found = [known[int(wanted)]] if int(wanted) < len(known) else []
-            else:
-                found = [cell for cell in known if wanted.lower() in cell.name.lower()]
-            if not found:
-                raise ValueError(f"--cells: no cell matches {wanted!r}; --list shows them")
-            chosen += [cell for cell in found if cell not in chosen]
-    chosen += [cases.parse_shape(text, options.device) for text in options.shape]
-    return [cell.changed(options.dtype, options.page) for cell in chosen]
-
-
-def choose_peers(options: argparse.Namespace) -> list[Peer]:
-    """The device's peers asked for, all by default.
-
-    Raises:
-        ValueError: an unknown key.
-    """
-    here = {peer.key: peer for peer in PEERS if options.device in peer.devices}
-    for key in options.peers or []:
-        if key not in here:
-            raise ValueError(f"--peers must be of {', '.join(here)}, got {key}")
-    return list(here.values()) if options.peers is None else [here[k] for k in options.peers]
-
-
-def load_op(libraries: Iterable[str]) -> str | None:
-    """Loads the op; why that failed, None if it did not."""
-    try:
-        for library in libraries:
-            torch.ops.load_library(library)
-        if not libraries:
-            importlib.import_module("paged_attn")
-    except Exception as error:  # an import or a linker may raise anything; peers can still run
-        return str(error).strip().splitlines()[-1]
-    return OURS.missing()
-
-
-def worst_error(problem: Problem, result: Tensor, exact: Tensor) -> float:
-    """The largest relative error of a sequence; NaN counts as infinite."""
-    rows = [row for row, length in enumerate(problem.lens) if length > 0]
-    difference = (result[rows].double() - exact[rows]).flatten(1).norm(dim=1)
-    error = (difference / exact[rows].flatten(1).norm(dim=1)).max()
+    norm = exact.flatten(-2).norm(dim=-1)
+    rows = norm > 0
+    error = ((result.double() - exact).flatten(-2).norm(dim=-1)[rows] / norm[rows]).max()
     return float(error.nan_to_num(nan=torch.inf))
 
 
-def judge(problem: Problem, result: Tensor, exact: Tensor) -> Entry:
-    """An entry that says whether a result is right, without times."""
-    error = worst_error(problem, result, exact)
-    limit = TOLERANCE[problem.cell.dtype]
+def judge(dtype: str, result: Tensor, exact: Tensor) -> Entry:
+    """An entry that says whether a result of that dtype is right, without times."""
+    error = worst_error(result, exact)
+    limit = TOLERANCE[dtype]
     wrong = None if error <= limit else f"WRONG: relative error {error:.1e}, allowed {limit:.0e}"
     return Entry(error=error, problem=wrong)
 
 
-def prepare(peer: Peer, problem: Problem, exact: Tensor) -> tuple[Entry, Call | Captured | None]:
+def prepare(peer: Peer, problem: Problem) -> tuple[Entry, Call | Captured | None]:
     """Binds a peer to a problem and checks its result.
 
     Returns:
         The judgement, and what to time: a graph with a call per layer on CUDA, the call itself on
         the CPU, None if there is nothing right to time.
     """
-    last = problem.layers - 1
     timed: Call | Captured
     try:
         call = peer.bind(problem)
@@ -154,8 +69,8 @@ def prepare(peer: Peer, problem: Problem, exact: Tensor) -> tuple[Entry, Call | 
             torch.cuda.synchronize()
             result = timed.result
         else:
-            timed, result = call, call(last)
-        entry = judge(problem, result, exact)
+            timed, result = call, call(problem.layers - 1)
+        entry = judge(problem.cell.dtype, result, peer.exact(problem))
     except Unsupported as reason:
         return Entry(problem=f"unsupported: {reason}"), None
     except Exception as error:  # a peer's own failure must not end the table
@@ -169,11 +84,14 @@ def measure(
 ) -> CellResult:
     """One cell: check every kernel, then time the right ones and the read limit in turn."""
     result = report.empty_result(problem)
-    exact = cases.reference(problem)
     runnable: dict[str, Any] = {}
     for peer in peers:
         bar.set_postfix_str(f"{problem.cell.name}: {peer.key}")
-        result.entries[peer.key], timed = prepare(peer, problem, exact)
+        entry, timed = prepare(peer, problem)
+        if isinstance(peer, Ours):
+            entry.options = peer.variant.as_dict()
+            entry.nbytes = peer.variant.read_bytes(problem)
+        result.entries[peer.key] = entry
         if timed is not None:
             runnable[peer.key] = timed
     bar.set_postfix_str(f"{problem.cell.name}: timing")
@@ -213,32 +131,26 @@ def progress(total: int) -> Any:
 
 
 def show_list(options: argparse.Namespace) -> None:
-    """Prints the device's cells, and its peers with what they lack."""
+    """Prints the device's cells, the sweeps, and its peers with what they lack."""
     for index, cell in enumerate(cases.cells_for(options.device)):
         print(f"{index:3d}  {cell.name}  page {cell.page} {cell.dtype}")
+    for name, sweep in sweeps.SWEEPS.items():
+        print(f"--sweep {name:9s} {sweep.title}")
     for peer in [OURS, *options.chosen_peers]:
         print(f"{peer.key:10s} {peer.title:20s} {peer.missing() or 'available'}")
 
 
-def run_table(options: argparse.Namespace, command: str) -> int:
-    """Measures the chosen cells and prints the table.
-
-    Returns:
-        The exit status: 1 if ours is wrong anywhere or anything beat the read limit.
-    """
-    present = [peer for peer in options.chosen_peers if peer.missing() is None]
-    peers = ([OURS] if OURS.missing() is None else []) + present
-    cells = options.chosen_cells
-    titles = {peer.key: peer.title for peer in present}
-    table = report.Table(options.device, titles, [cell.name for cell in cells])
-    bar = progress(len(cells) * options.repeats)
+def run_part(
+    cells: list[Cell], peers: list[Peer], options: argparse.Namespace, bar: Any
+) -> list[CellResult]:
+    """Measures cells with the same kernels and prints their part of the table."""
+    table = report.Table(options.device, peers, [cell.name for cell in cells])
     bar.write(table.header())
     results = []
     for cell in cells:
-        problem = cases.make_problem(
+        problem = make_problem(
             cell,
             options.device,
-            layout=options.layout,
             layers=options.layers,
             wide_table=options.wide_table,
             padded=options.padded,
@@ -249,23 +161,43 @@ def run_table(options: argparse.Namespace, command: str) -> int:
         del problem
         if options.device == "cuda":
             torch.cuda.empty_cache()
+    for line in table.summary(results):
+        bar.write(line)
+    return results
+
+
+def run_table(options: argparse.Namespace, command: str) -> int:
+    """Measures the chosen cells and prints the table, a part for each sweep.
+
+    Returns:
+        The exit status: 1 if ours is wrong anywhere or anything beat the read limit.
+    """
+    bar = progress(len(options.chosen_cells) * options.repeats)
+    results = []
+    for name, cells in itertools.groupby(options.chosen_cells, lambda cell: cell.sweep):
+        variants = list(options.chosen_variants)
+        if name in sweeps.SWEEPS:
+            variants += [Ours(text) for text in sweeps.SWEEPS[name].variants]
+        by_key = {peer.key: peer for peer in [OURS, *variants, *options.chosen_peers]}
+        present = [peer for peer in by_key.values() if peer.missing() is None]
+        results += run_part(list(cells), present, options, bar)
     bar.close()
-    print(table.means(results))
     for note in report.notes(results):
         print(note)
     content = {
         **report.environment(options.device, command),
+        "device_type": options.device,
         "dtype": options.dtype,
         "layout": options.layout,
         "page": options.page,
         "wide_table": options.wide_table,
         "padded": options.padded,
         "missing": {p.key: p.missing() for p in options.chosen_peers if p.missing()},
+        "left_out": options.left_out,
         "cells": [result.as_dict() for result in results],
     }
-    if not options.no_json:
-        report.write_json(options.json or report.default_path("decode", options.device), content)
-    wrong = any((r.entries.get("ours") or Entry()).problem for r in results)
+    report.leave(content, "decode", options)
+    wrong = any(r.ours_went_wrong() for r in results)
     return int(wrong or any(r.faster_than_read() for r in results))
 
 
@@ -276,13 +208,15 @@ def main(arguments: list[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "benchmarks.decode", *given])
     if options.threads:
         torch.set_num_threads(options.threads)
-    reason = load_op(options.library)
+    unloaded = load_op(options.library)
     if options.list:
         show_list(options)
         return 0
     print(f"{report.device_name(options.device)}, torch {torch.__version__}")
-    if reason is not None:
-        print(f"ours is not measured: {reason}")
+    if unloaded is not None:
+        print(f"ours is not measured: {unloaded}")
+    for name, reason in options.left_out.items():
+        print(f"{name} is left out: {reason}")
     for peer in options.chosen_peers:
         if (absent := peer.missing()) is not None:
             print(f"{peer.title} is not measured: {absent}")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Problem
 from benchmarks.harness import Call
 from benchmarks.peer import Peer, Unsupported, absent
+from benchmarks.problem import Problem
 
 
 class FlashInfer(Peer):

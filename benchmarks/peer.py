@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 
-from benchmarks.cases import Problem
+from torch import Tensor
+
 from benchmarks.harness import Call
+from benchmarks.problem import Problem
 
 
 class Unsupported(Exception):
@@ -51,3 +53,7 @@ class Peer:
             Unsupported: it cannot do this problem.
         """
         raise NotImplementedError
+
+    def exact(self, p: Problem) -> Tensor:
+        """What the call should compute, in fp64."""
+        return p.exact

@@ -1,4 +1,4 @@
-"""The kernels that are measured: this package's op and everything it is compared with."""
+"""The kernels that this package's op is compared with."""
 
 from __future__ import annotations
 
@@ -8,29 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cases import DTYPES, Problem
+from benchmarks.cases import DTYPES
 from benchmarks.harness import Call
 from benchmarks.libraries import FlashAttention3, FlashInfer, FlashInferXqa
 from benchmarks.peer import Peer, Unsupported, absent
-
-
-class Ours(Peer):
-    """torch.ops.paged_attn.decode."""
-
-    key, title, devices = "ours", "ours", ("cuda", "cpu")
-
-    def missing(self) -> str | None:
-        """The op must have been loaded, by importing paged_attn or with --library."""
-        try:
-            _ = torch.ops.paged_attn.decode.default
-        except AttributeError:
-            return "torch.ops.paged_attn.decode is not loaded"
-        return None
-
-    def bind(self, p: Problem) -> Call:
-        """Nothing to prepare."""
-        op = torch.ops.paged_attn.decode.default
-        return lambda i: op(p.q, p.k[i], p.v[i], p.block_tables, p.context_lens)
+from benchmarks.problem import Problem
 
 
 class GatherSdpa(Peer):
@@ -200,7 +182,6 @@ class FlexAttention(Peer):
         return call
 
 
-OURS = Ours()
 PEERS: tuple[Peer, ...] = (
     GatherSdpa(),
     VllmCpu(),

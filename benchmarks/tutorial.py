@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from benchmarks import cases, report
+from benchmarks import report
 from benchmarks.cases import Cell
 from benchmarks.peer import Unsupported
-from benchmarks.peers import OURS
+from benchmarks.problem import make_problem
+from benchmarks.variants import OURS
 
 CELL = Cell("tutorial", 32, 32, 32, 128, (100, 1000), page=16, dtype="fp16")
 POOL_BLOCKS = 2048
@@ -33,10 +34,10 @@ def run(options: argparse.Namespace, command: str) -> int:
     Returns:
         The exit status: 1 if ours is wrong.
     """
-    problem = cases.make_problem(
+    problem = make_problem(
         CELL, options.device, layers=1, pool_blocks=POOL_BLOCKS, seed=options.seed
     )
-    exact = cases.reference(problem)
+    exact = problem.exact
     kernels = {}
     status = 0
     print(f"{'kernel':20s}" + "".join(f"{f'q{q}':>12s}" for q in QUANTILES) + "   µs a call")
@@ -63,8 +64,6 @@ def run(options: argparse.Namespace, command: str) -> int:
         print(f"{peer.title:20s}" + "".join(f"{figure:12.1f}" for figure in figures), flush=True)
         kernels[peer.key] = {f"q{q}_us": f for q, f in zip(QUANTILES, figures, strict=True)}
         kernels[peer.key]["error"] = error
-    if not options.no_json:
-        content = {**report.environment(options.device, command), "kernels": kernels}
-        path = options.json or report.default_path("tutorial", options.device)
-        report.write_json(path, content)
+    content = {**report.environment(options.device, command), "kernels": kernels}
+    report.leave(content, "tutorial", options)
     return status
