@@ -1,12 +1,9 @@
-"""What only CUDA has: graphs, streams, devices, asynchrony, scratch, unmapped neighbours."""
+"""What only CUDA has: graphs, streams, devices, asynchrony, scratch."""
 
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ import paged_attn
 
 pytestmark = pytest.mark.gpu
 
-TESTS = Path(__file__).parent
 QUERIES: list[Any] = [None, 3, [2, 1, 0, 4, 1, 9]]
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
@@ -379,22 +375,3 @@ def test_scratch_is_bounded(draw: Draw, batch: int, query_len: Any, columns: int
     call_into(case, outputs)
     scratch = torch.cuda.max_memory_allocated() - before
     assert scratch <= 64 * 10**6 + 2 * outputs[0].numel() * outputs[0].element_size()
-
-
-def run_guard_pages(argument: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TESTS / "guard_pages.py"), argument]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent)
-
-
-def test_unmapped_neighbours(draw: Draw) -> None:
-    """Pools and tables that begin and end at an unmapped page."""
-    result = run_guard_pages(str(draw.seed))
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.endswith("ok\n")
-
-
-def test_unmapped_neighbours_would_be_noticed() -> None:
-    result = run_guard_pages("--prove")
-    assert result.stdout.startswith("True")
-    assert result.returncode != 0
-    assert "CUDA" in result.stderr
