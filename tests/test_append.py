@@ -226,8 +226,8 @@ def test_token_by_token(draw: Draw, device: str) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e4m3fn])
 def test_offsets_beyond_32_bits(draw: Draw, device: str, cache_dtype: torch.dtype) -> None:
-    """The last of three blocks begins past 2^31 elements."""
-    stride = 2**30 + 64
+    """The last of three blocks begins past 2^31 elements and 2^32 bytes."""
+    stride = 2**31 // cache_dtype.itemsize + 64
     shape, strides = (3, 4, 2, 8), (stride, 16, 8, 1)
     pool = torch.empty(2 * stride + 64, dtype=cache_dtype, device=device)
     k_cache = pool.as_strided(shape, strides)
