@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -281,8 +282,19 @@ def test_vllm_grid(
     assert_accurate(case, *case.decode_with_lse())
 
 
+# The grid, and of it what a CPU computes in a moment.
+FLASHINFER = list(itertools.product([12, 17, 128], [54, 97, 512, 2048, 16384]))
+ON_CPU = [(12, 54), (17, 97), (128, 54), (12, 512), (1, 2048), (1, 16384)]
+
+
 @pytest.mark.parametrize("page", [1, 8, 16])
-@pytest.mark.parametrize(("batch", "kv_len"), [(12, 54), (17, 97), (128, 54), (12, 512), (1, 2048)])
+@pytest.mark.parametrize(
+    ("device", "batch", "kv_len"),
+    [
+        *(("cpu", *shape) for shape in ON_CPU),
+        *(pytest.param("cuda", *shape, marks=pytest.mark.gpu) for shape in FLASHINFER),
+    ],
+)
 def test_flashinfer_grid(draw: Draw, device: str, batch: int, kv_len: int, page: int) -> None:
     case = upstream_case(
         draw,
