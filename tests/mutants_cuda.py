@@ -238,7 +238,7 @@ KERNELS = [
         f"{DECODE}/prepare.cu",
         "params.arrivals[i] = 0;",
         "",
-        "test_cuda.py::test_scratch_may_hold_anything[None-dtype0]",
+        "test_cuda_scratch.py::test_scratch_may_hold_anything[None-dtype0-plain]",
     ),
     FP8(
         "cuda_fp8_types_swapped",
