@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate, assert_same_bits
-from attention_case import DTYPES, Case, Draw, build
+from attention_case import DTYPES, OPTION_SETS, Case, Draw, build
 
 import paged_attn
 
@@ -16,6 +16,22 @@ pytestmark = pytest.mark.gpu
 
 QUERIES: list[Any] = [None, 3, [2, 1, 0, 4, 1, 9]]
 Outputs = tuple[torch.Tensor, torch.Tensor]
+# Each leaves something of its own in scratch.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": OPTION_SETS["all"],
+    "all_noncausal": OPTION_SETS["all_noncausal"],
+    "batch_invariant": {"batch_invariant": True},
+    "batch_invariant_all": {"batch_invariant": True, **OPTION_SETS["all"]},
+}
+
+
+def arguments_of(way: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of a way's options; with q in fp32 without fp8."""
+    options = dict(WAYS[way])
+    if dtype == torch.float32:
+        options.pop("cache_dtype", None)
+    return options
 
 
 def poison_free_memory() -> None:
@@ -81,11 +97,14 @@ def graph_case(draw: Draw, query_len: Any, dtype: torch.dtype, **options: Any) -
     )
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("query_len", QUERIES)
-def test_capture_short_replay_long(draw: Draw, query_len: Any, dtype: torch.dtype) -> None:
+def test_capture_short_replay_long(
+    draw: Draw, query_len: Any, dtype: torch.dtype, way: str
+) -> None:
     """Replays have eager's bits, up to the table's full width, padded rows included."""
-    case = graph_case(draw, query_len, dtype)
+    case = graph_case(draw, query_len, dtype, **arguments_of(way, dtype))
     outputs = outputs_of(case)
     graph = capture(lambda: call_into(case, outputs))
     full = case.block_tables.shape[1] * 16

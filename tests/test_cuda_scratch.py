@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate, assert_same_bits
-from attention_case import DTYPES, OPTION_SETS, Case, Draw, build
+from attention_case import DTYPES, Case, Draw, build
 from test_append import new_tokens
 from test_cuda import (
     QUERIES,
+    WAYS,
     Outputs,
+    arguments_of,
     call_into,
     capture,
     graph_case,
@@ -25,23 +27,6 @@ from test_cuda import (
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.paged_attn
-
-# Each leaves something of its own in scratch.
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "all": OPTION_SETS["all"],
-    "all_noncausal": OPTION_SETS["all_noncausal"],
-    "batch_invariant": {"batch_invariant": True},
-    "batch_invariant_all": {"batch_invariant": True, **OPTION_SETS["all"]},
-}
-
-
-def arguments_of(way: str, dtype: torch.dtype) -> dict[str, Any]:
-    """A copy of a way's options; with q in fp32 without fp8."""
-    options = dict(WAYS[way])
-    if dtype == torch.float32:
-        options.pop("cache_dtype", None)
-    return options
 
 
 def busy_case(draw: Draw, query_len: Any, dtype: torch.dtype, way: str) -> Case:
