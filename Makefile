@@ -72,8 +72,8 @@ mutants-gpu:
 # package comes from build/sanitize and not from this folder.
 SANITIZED_TESTS = test_append.py test_blocks.py test_cache.py test_checks.py test_merge_states.py \
 	test_safety.py test_strides.py test_numerics.py test_configurations.py test_options.py test_fp8.py \
-	test_masking.py test_every_kernel.py test_block_manager.py test_block_manager_step_inputs.py \
-	test_block_manager_model.py
+	test_masking.py test_upstream_grids.py test_every_kernel.py test_block_manager.py \
+	test_block_manager_step_inputs.py test_block_manager_model.py
 sanitize: build
 	PAGED_ATTN_SANITIZE=1 PAGED_ATTN_BUILD_CUDA=0 $(PY) setup.py --quiet build --build-lib build/sanitize
 	cd tests && LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \

@@ -45,7 +45,7 @@ KERNELS = [
         f"{DECODE}/kernel.cuh",
         "    state.clear();\n    target =",
         "    target =",
-        "test_numerics.py::test_flashinfer_grid[cuda-128-54-16]",
+        "test_upstream_grids.py::test_flashinfer_grid[cuda-128-54-16]",
     ),
     HALF(
         "cuda_int32_offset",

@@ -46,6 +46,7 @@ SHAPES: list[tuple[list[int], int, tuple[int, int], dict[str, Any]]] = [
     ),
     ([20 + 7 * i for i in range(40)], 32, (16, 8), {}),
     ([700, 3], 3, (3, 1), {}),
+    ([700, 40], 8, (32, 2), {"batch_invariant": True, "sinks": torch.float32}),
 ]
 ROWS = [1, 16]
 GPU = pytest.mark.gpu
