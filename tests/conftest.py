@@ -14,7 +14,8 @@ from attention_case import Draw
 
 import paged_attn
 
-SESSION_SEED = int(os.environ.get("PAGED_ATTN_TEST_SEED", secrets.randbelow(2**31)))
+# In the environment because workers that this process starts (pytest-xdist) must have the same one.
+SESSION_SEED = int(os.environ.setdefault("PAGED_ATTN_TEST_SEED", str(secrets.randbelow(2**31))))
 
 
 def pytest_configure() -> None:

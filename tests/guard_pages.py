@@ -1,180 +1,217 @@
-"""Runs decode and the ops that write caches on memory whose neighbours are not mapped.
+"""Runs the ops on memory whose neighbours are not mapped, and compares what they do.
 
-An access outside ends the CUDA context, so this is a program of its own. It prints `ok`.
-With `--prove` it reads one element past the end instead, which must fail.
+Usage: python guard_pages.py cpu|cuda SEED CONFIGS
+       python guard_pages.py cpu|cuda --prove
+
+An access outside ends the process or the CUDA context, so this is a program of its own. It prints
+`ok`. With `--prove` it reads one element past the end instead, which must fail.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 from typing import Any
 
 import torch
-from accuracy import assert_accurate
-from attention_case import Case, Draw
+from accuracy import assert_accurate, assert_same_bits
+from attention_case import (
+    DTYPES,
+    OPTION_SETS,
+    Case,
+    Draw,
+    alibi_slopes,
+    build,
+    cache_scale,
+    option_set,
+    write,
+)
+from guarded_memory import MEMORY, guarded
 
-PINNED, LOCATION_DEVICE, READ_WRITE = 1, 1, 3
+from paged_attn import reference
 
-
-class Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-
-class AllocationFlags(ctypes.Structure):
-    """CUmemAllocationProp's allocFlags."""
-
-    _fields_ = [
-        ("compression", ctypes.c_ubyte),
-        ("gpu_direct_rdma", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    ]
-
-
-class AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", Location),
-        ("win32_metadata", ctypes.c_void_p),
-        ("flags", AllocationFlags),
-    ]
+ops = torch.ops.paged_attn
+BLOCK_SIZES = (1, 8, 16, 48, 128)
+BAD_IDS = (-1, 2**31 - 1, -(2**31))
+INT_MAX = 2**31 - 1
 
 
-class AccessDescription(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = [("location", Location), ("flags", ctypes.c_int)]
-
-
-class GuardedMemory:
-    """Exactly `size` bytes of device memory with an unmapped page before and behind."""
-
-    def __init__(self, size: int) -> None:
-        self.driver = ctypes.CDLL("libcuda.so.1")
-        location = Location(LOCATION_DEVICE, torch.cuda.current_device())
-        properties = AllocationProperties(type=PINNED, location=location)
-        page = ctypes.c_size_t()
-        self.call("cuMemGetAllocationGranularity", ctypes.byref(page), ctypes.byref(properties), 0)
-        if size % page.value:
-            raise ValueError(f"{size} bytes are not whole pages of {page.value}")
-        self.size = size
-        base, handle = ctypes.c_ulonglong(), ctypes.c_ulonglong()
-        reserved = ctypes.c_size_t(size + 2 * page.value)
-        zero = ctypes.c_size_t(0)
-        no_address = ctypes.c_ulonglong(0)
-        flags = ctypes.c_ulonglong(0)
-        bytes_ = ctypes.c_size_t(size)
-        self.call("cuMemAddressReserve", ctypes.byref(base), reserved, zero, no_address, flags)
-        self.call("cuMemCreate", ctypes.byref(handle), bytes_, ctypes.byref(properties), flags)
-        self.address = base.value + page.value
-        start = ctypes.c_ulonglong(self.address)
-        self.call("cuMemMap", start, bytes_, zero, handle, flags)
-        access = AccessDescription(location, READ_WRITE)
-        self.call("cuMemSetAccess", start, bytes_, ctypes.byref(access), ctypes.c_size_t(1))
-
-    def call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self.driver, name)(*arguments)
-        if status != 0:
-            raise RuntimeError(f"{name} returned {status}")
-
-    def view(self, past_the_end: int = 0) -> torch.Tensor:
-        """Its bytes as a tensor."""
-        holder = type("Holder", (), {})()
-        holder.__cuda_array_interface__ = {
-            "shape": (self.size + past_the_end,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
-        return torch.as_tensor(holder, device="cuda")
+def whole_pool(draw: Draw, shape: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """K and V of normal numbers in at least 4 blocks of `shape`, exactly whole pages each."""
+    page = MEMORY[draw.device](1).page
+    block_bytes = math.prod(shape) * dtype.itemsize
+    num_blocks = math.lcm(page, block_bytes) // block_bytes
+    num_blocks *= -(-4 // num_blocks)
+    caches = [torch.empty(num_blocks, *shape, dtype=dtype, device=draw.device) for _ in "kv"]
+    for cache in caches:
+        write(cache, slice(None), draw.normal(*cache.shape))
+    return [guarded(cache) for cache in caches]
 
 
-def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-    memory = GuardedMemory(size)
-    return memory.view().view(dtype).view(shape)
-
-
-def check(dtype: torch.dtype, head_dim: int, block_size: int, query_len: int, seed: int) -> None:
-    """Every block of the pool is used, the first and the last one in part and in full."""
-    draw = Draw(seed, "cuda")
-    heads, batch, columns = 2, 4, 131072
-    element = torch.empty(0, dtype=dtype).element_size()
-    num_blocks = math.lcm(2**21, block_size * heads * head_dim * element)
-    num_blocks //= block_size * heads * head_dim * element
-    shape = (num_blocks, block_size, heads, head_dim)
-    k_cache, v_cache = guarded(shape, dtype), guarded(shape, dtype)
-    for cache in (k_cache, v_cache):
-        cache.copy_(draw.normal(*shape))
-    tables = guarded((batch, columns), torch.int32).fill_(2147480000)
-    order = draw.rng.sample(range(1, num_blocks - 1), 2) if num_blocks > 3 else [1, 1]
-    edge = [num_blocks - 1, 0]
-    for row, blocks in enumerate(([0, *order, edge[0]], edge, [*order, 0], [edge[0]])):
-        tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-    lens = [4 * block_size, 2 * block_size, 2 * block_size + 1, block_size]
-    case = Case(
-        q=draw.normal(batch, query_len, 3 * heads, head_dim, dtype=dtype),
+def whole_case(draw: Draw, dtype: torch.dtype, name: str) -> Case:
+    """Every block of the pool is some sequence's, each of whose inputs ends at unmapped memory."""
+    rng = draw.rng
+    options = option_set(name, dtype)
+    heads, group, block_size = rng.choice((1, 2)), rng.choice((1, 3, 8)), rng.choice(BLOCK_SIZES)
+    shape = (block_size, heads, rng.choice((64, 72, 128, 256)))
+    k_cache, v_cache = whole_pool(draw, shape, options.pop("cache_dtype", dtype))
+    num_blocks = k_cache.shape[0]
+    # All of the pool's blocks dealt out.
+    cuts = sorted(rng.sample(range(1, num_blocks), 2))
+    counts = [cuts[0], cuts[1] - cuts[0], num_blocks - cuts[1]]
+    ends = [rng.choice((block_size, rng.randint(1, block_size))) for _ in counts]
+    lens = [(count - 1) * block_size + end for count, end in zip(counts, ends, strict=True)]
+    query_len = rng.choice((None, 3, [2, 0, 5]))
+    case = build(
+        draw,
+        [0] * 3,
+        query_len=query_len,
+        num_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=shape[2],
+        block_size=block_size,
+        dtype=dtype,
+        batch_invariant=rng.random() < 0.3,
+    )
+    order = rng.sample(range(num_blocks), num_blocks)
+    tables = torch.full((3, max(counts)), 2147480000, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = alibi_slopes(draw, heads * group)
+    if "sinks" in options:
+        options["sinks"] = draw.normal(heads * group)
+    for scale in {"k_scale", "v_scale"} & options.keys():
+        options[scale] = cache_scale(draw, options[scale], heads)
+    options = {k: guarded(v) if torch.is_tensor(v) else v for k, v in options.items()}
+    return Case(
+        q=guarded(case.q),
         k_cache=k_cache,
         v_cache=v_cache,
-        block_tables=tables,
-        context_lens=torch.tensor(lens, dtype=torch.int32, device="cuda"),
+        block_tables=guarded(tables.to(draw.device)),
+        context_lens=guarded(torch.tensor(lens, dtype=torch.int32, device=draw.device)),
+        cu_seqlens_q=guarded(case.cu_seqlens_q) if case.cu_seqlens_q is not None else None,
+        options={**case.options, **options},
     )
-    assert_accurate(case, *case.decode_with_lse())
 
-    tables[3] = torch.arange(columns, dtype=torch.int32) % num_blocks
-    case.context_lens[3] = min(columns * block_size, 300_000)
-    assert_accurate(case, *case.decode_with_lse())
 
-    for bad in (-1, num_blocks, 2**31 - 1, -(2**31)):
-        tables[0, 1] = bad
-        out, lse = case.decode_with_lse()
-        assert bool(out[0].isnan().all())
-        assert bool(lse[0].isnan().all())
-        assert not bool(out[1:].isnan().any())
-    case.context_lens.fill_(2**31 - 1)
-    assert bool(case.decode().isnan().all())
+def check_decode(draw: Draw, case: Case) -> None:
+    """Good content, then bad ids and lengths, into outputs that end at unmapped memory too."""
+    out = guarded(torch.empty_like(case.q))
+    lse = guarded(torch.empty(case.q.shape[:-1], device=draw.device))
 
-    key = draw.normal(4, heads, head_dim, dtype=dtype)
+    def decode() -> None:
+        ops.decode_with_lse.out(*case.args, **case.options, out=out, lse=lse)
+
+    decode()
+    assert_accurate(case, out, lse)
+    kept = case.block_tables.clone()
+    for bad in (*BAD_IDS, case.k_cache.shape[0]):
+        live = -(-int(case.context_lens[1]) // case.k_cache.shape[1])
+        case.block_tables[1, live - 1] = bad
+        decode()
+        rows = case.rows_of(1)
+        assert bool(out[rows].isnan().all())
+        assert int(out.isnan().sum()) == out[rows].numel()
+    case.block_tables.copy_(kept)
+    lens = case.context_lens.clone()
+    case.context_lens.fill_(INT_MAX)
+    decode()
+    assert bool(out.isnan().all())
+    case.context_lens.copy_(lens)
+
+
+def check_long_tables(draw: Draw, case: Case) -> None:
+    """Tables wider than a launch looks at, and one sequence that goes over the pool many times."""
+    num_blocks, block_size = case.k_cache.shape[:2]
+    rows = torch.arange(131072, device=draw.device) % num_blocks
+    tables = guarded(rows.int().expand(3, -1).contiguous())
+    lens = case.context_lens.clone()
+    lens[0] = min(131072 * block_size, 300_000 if draw.device == "cuda" else 5000)
+    wide = case.with_(block_tables=tables, context_lens=lens)
+    assert_accurate(wide, *wide.decode_with_lse())
+
+
+def check_writes(draw: Draw, case: Case) -> None:
+    """append_kv and append_decode; slots at both ends of the pool, and beyond them."""
+    num_blocks, block_size, heads, head_dim = case.k_cache.shape
+    dtype = case.q.dtype
+    scales = {name: case.options.get(name) for name in ("k_scale", "v_scale")}
+    expected = case.with_(k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
+
+    def assert_caches() -> None:
+        for name in ("k_cache", "v_cache"):
+            assert_same_bits(getattr(case, name), getattr(expected, name))
+
+    tokens = [guarded(draw.normal(*case.q.shape[:-2], heads, head_dim, dtype=dtype)) for _ in "kv"]
+    rest = case.args[3:]
+    ops.append_kv(*tokens, case.k_cache, case.v_cache, *rest, **scales)
+    reference.append_kv(*tokens, expected.k_cache, expected.v_cache, *rest, *scales.values())
+    assert_caches()
+    out = ops.append_decode(case.q, *tokens, *case.args[1:], **case.options)
+    assert_caches()
+    assert_accurate(case, out)
+    lens = case.context_lens.clone()
+    case.context_lens.fill_(INT_MAX)
+    assert bool(ops.append_decode(case.q, *tokens, *case.args[1:], **case.options).isnan().all())
+    case.context_lens.copy_(lens)
+    assert_caches()
+
     last = num_blocks * block_size - 1
-    slots = torch.tensor([0, last, last + 1, -1], device="cuda")
-    torch.ops.paged_attn.reshape_and_cache(key, key, k_cache, v_cache, slots)
-    assert torch.equal(k_cache[-1, -1], key[1])
+    slots = guarded(torch.tensor([0, last, last + 1, -1, -(2**40), 2**40], device=draw.device))
+    tokens = [guarded(draw.normal(6, heads, head_dim, dtype=dtype)) for _ in "kv"]
+    ops.reshape_and_cache(*tokens, case.k_cache, case.v_cache, slots, **scales)
+    reference.reshape_and_cache(
+        *tokens, expected.k_cache, expected.v_cache, slots, *scales.values()
+    )
+    assert_caches()
 
-    # The last slot and the first, then lengths and ids that lead outside.
-    tables[:4, 0] = torch.tensor([num_blocks - 1, 0, num_blocks, -1], dtype=torch.int32)
-    lens = torch.tensor([block_size, 1, block_size, 1], dtype=torch.int32, device="cuda")
-    torch.ops.paged_attn.append_kv(-key, -key, k_cache, v_cache, tables, lens)
-    assert torch.equal(k_cache[-1, -1], -key[0])
-    assert torch.equal(v_cache[0, 0], -key[1])
-    lens.fill_(2**31 - 1)
-    torch.ops.paged_attn.append_kv(key, key, k_cache, v_cache, tables, lens)
-    pairs = [[num_blocks - 1, 0], [num_blocks, 0], [0, num_blocks], [-1, 0], [0, -1]]
-    mapping = torch.tensor(pairs, device="cuda")
-    torch.ops.paged_attn.copy_blocks([k_cache], [v_cache], mapping)
-    assert torch.equal(k_cache[0], k_cache[-1])
-    torch.cuda.synchronize()
+
+def check_blocks(draw: Draw, case: Case) -> None:
+    """copy_blocks and swap_blocks of the first and the last block, and beyond them."""
+    num_blocks = case.k_cache.shape[0]
+    bad = [[num_blocks, 0], [0, num_blocks], [-1, 0], [0, -1], [2**40, 0], [1, -(2**40)]]
+    for good in ([[num_blocks - 1, 0]], [[0, num_blocks - 1]], [[0, 2], [1, 3]]):
+        mapping = guarded(torch.tensor(good + bad, device=draw.device))
+        expected = [cache.clone() for cache in (case.k_cache, case.v_cache)]
+        ops.copy_blocks([case.k_cache], [case.v_cache], mapping)
+        reference.copy_blocks(expected[:1], expected[1:], mapping)
+        assert_same_bits(case.k_cache, expected[0])
+        ops.swap_blocks([case.v_cache], [case.k_cache], mapping.cpu())
+        reference.swap_blocks(expected[1:], expected[:1], mapping.cpu())
+        assert_same_bits(case.k_cache, expected[0])
+        assert_same_bits(case.v_cache, expected[1])
+
+
+def check_merge(draw: Draw, case: Case) -> None:
+    """merge_states of two halves that end at unmapped memory."""
+    out, lse = (guarded(t) for t in case.decode_with_lse())
+    merged, _ = ops.merge_states([out, guarded(out)], [lse, guarded(lse)])
+    assert_same_bits(merged, out.contiguous())
+
+
+def check(draw: Draw, dtype: torch.dtype, name: str) -> None:
+    case = whole_case(draw, dtype, name)
+    for check_some in (check_decode, check_long_tables, check_merge, check_writes, check_blocks):
+        check_some(draw, case)
+
+
+def prove(device: str) -> None:
+    memory: Any = MEMORY[device](2**21)
+    print(int(memory.view().sum(dtype=torch.int64)) >= 0, flush=True)
+    print(memory.view(past_the_end=4)[-4:].clone().sum().item())
 
 
 def main() -> None:
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    if "--prove" in sys.argv:
-        memory = GuardedMemory(2**21)
-        print(int(memory.view().sum(dtype=torch.int64)) >= 0)
-        print(memory.view(past_the_end=4)[-4:].clone().sum().item())
+    device, argument, *count = sys.argv[1:]
+    if device == "cuda":
+        torch.zeros(1, device="cuda")
+    if argument == "--prove":
+        prove(device)
         return
-    seed = int(sys.argv[1])
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for head_dim in (64, 72, 128, 256):
-            for block_size, query_len in ((16, 1), (1, 1), (128, 3), (48, 1), (8, 5)):
-                check(dtype, head_dim, block_size, query_len, seed)
+    for config in range(int(count[0])):
+        draw = Draw(int(argument) + config, device)
+        check(draw, draw.rng.choice(DTYPES), draw.rng.choice(list(OPTION_SETS)))
     print("ok")
 
 

@@ -11,7 +11,7 @@ CHECKS = [
         "csrc/torch/content.cpp",
         "if (id < 0 || id >= p.num_blocks) {",
         "if (id >= p.num_blocks) {",
-        "test_safety.py::test_checks_raise_before_writing",
+        "test_checks.py::test_checks_raise_before_writing",
     ),
     Mutant(
         "length_one_past_capacity_passes",
@@ -19,7 +19,7 @@ CHECKS = [
         "csrc/torch/content.cpp",
         "if (length > capacity) {",
         "if (length > capacity + 1) {",
-        "test_safety.py::test_checks_raise_before_writing",
+        "test_checks.py::test_checks_raise_before_writing",
     ),
     Mutant(
         "falling_cu_seqlens_pass",
@@ -27,7 +27,7 @@ CHECKS = [
         "csrc/torch/content.cpp",
         "if (cu_seqlens_q[i] < least || cu_seqlens_q[i] > num_tokens) {",
         "if (cu_seqlens_q[i] > num_tokens) {",
-        "test_safety.py::test_checks_of_cu_seqlens",
+        "test_checks.py::test_checks_of_cu_seqlens",
     ),
     Mutant(
         "hidden_entries_are_checked",
@@ -35,7 +35,7 @@ CHECKS = [
         "csrc/torch/content.cpp",
         "check_positions(op, p, b, p.first_visible_key(p.context_lens[b], queries));",
         "check_positions(op, p, b, 0);",
-        "test_safety.py::test_checks_of_a_window",
+        "test_checks.py::test_checks_of_a_window",
     ),
     Mutant(
         "first_slot_past_the_pool_passes",

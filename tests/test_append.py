@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_same_bits
-from attention_case import DTYPES, LAYOUTS, Case, Draw, build
+from attention_case import DTYPES, LAYOUTS, OPTION_SETS, Case, Draw, build, option_set
 from test_cache import FP8, FP8_LAYOUTS, new_scale, whole_storage
 
 from paged_attn import reference
@@ -204,6 +204,23 @@ def test_append_decode_is_both(draw: Draw, device: str, dtype: torch.dtype, quer
     assert not out.isnan().any()
 
 
+@pytest.mark.parametrize("query_len", QUERIES)
+@pytest.mark.parametrize("name", OPTION_SETS)
+def test_append_decode_under_options(draw: Draw, device: str, name: str, query_len: Any) -> None:
+    """Both halves have the scales, the second has the rest."""
+    dtype = draw.rng.choice(DTYPES)
+    options = option_set(name, dtype)
+    case = build(draw, LENS, query_len=query_len, dtype=dtype, fill=0.0, **options)
+    key, value = new_tokens(draw, case)
+    one, two = twin(case), twin(case)
+    out = ops.append_decode(case.q, key, value, *one.args[1:], **case.options)
+    scales = {name: case.options.get(name) for name in ("k_scale", "v_scale")}
+    ops.append_kv(key, value, two.k_cache, two.v_cache, *case.args[3:], **scales)
+    assert_same_bits(out, two.decode())
+    assert_same_bits(whole_storage(one.k_cache), whole_storage(two.k_cache))
+    assert_same_bits(whole_storage(one.v_cache), whole_storage(two.v_cache))
+
+
 def test_token_by_token(draw: Draw, device: str) -> None:
     """A sequence that only append_decode wrote attends as dense attention does."""
     length = 11
@@ -226,8 +243,8 @@ def test_token_by_token(draw: Draw, device: str) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e4m3fn])
 def test_offsets_beyond_32_bits(draw: Draw, device: str, cache_dtype: torch.dtype) -> None:
-    """The last of three blocks begins past 2^31 elements."""
-    stride = 2**30 + 64
+    """The last of three blocks begins past 2^31 elements and 2^32 bytes."""
+    stride = 2**31 // cache_dtype.itemsize + 64
     shape, strides = (3, 4, 2, 8), (stride, 16, 8, 1)
     pool = torch.empty(2 * stride + 64, dtype=cache_dtype, device=device)
     k_cache = pool.as_strided(shape, strides)

@@ -307,11 +307,16 @@ def test_wrong_python_types(draw: Draw, device: str, wrong: dict[str, Any]) -> N
         torch.ops.paged_attn.decode(*case.args, **wrong)
 
 
+ONE_GPU = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+OTHER_DEVICES = ["cpu", pytest.param("cuda:1", marks=ONE_GPU)]
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("other", OTHER_DEVICES)
 @pytest.mark.parametrize("argument", TENSORS)
-def test_tensors_on_two_devices(draw: Draw, argument: str) -> None:
+def test_tensors_on_two_devices(draw: Draw, argument: str, other: str) -> None:
     arguments = decode_arguments(draw, [2, 1, 1], **ALL_OPTIONS)
-    arguments[argument] = arguments[argument].cpu()
+    arguments[argument] = arguments[argument].to(other)
     named = "(k_cache|q)" if argument == "q" else argument
     with pytest.raises(ValueError, match=rf"paged_attn\.decode: {named} must be .+, got .+"):
         call("decode", arguments)

@@ -49,13 +49,13 @@ def test_each_sequence_alone(case: Case) -> None:
 
 @pytest.mark.parametrize("query_len", [None, 3])
 def test_order_padding_rows_and_width(draw: Draw, case: Case) -> None:
-    """Another order of rows, some of length 0 among them, and a wider table."""
+    """Another order of rows, some of length 0 among them, and a table 131072 tokens wide."""
     out, lse = case.decode_with_lse()
     order = torch.randperm(len(LENS), generator=draw.generator, device=draw.device)
     order = torch.cat([order[:5], order[:0].new_zeros(7), order[5:]])
     lens = case.context_lens[order].clone()
     lens[5:12] = draw.rng.choice((0, -1))
-    wider = torch.full((len(order), 5000), -1, dtype=torch.int32, device=draw.device)
+    wider = torch.full((len(order), 131072 // 16), -1, dtype=torch.int32, device=draw.device)
     wider[:, : case.block_tables.shape[1]] = case.block_tables[order]
     moved = case.with_(q=case.q[order].contiguous(), block_tables=wider, context_lens=lens)
     kept = torch.cat([torch.arange(5), torch.arange(12, len(order))]).to(draw.device)

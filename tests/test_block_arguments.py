@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_case import Draw
 from test_arguments import (
+    OTHER_DEVICES,
     Arguments,
     Mutation,
     cast,
@@ -21,6 +22,7 @@ from test_cache_arguments import (
     append_arguments,
     append_decode_arguments,
     assert_refused,
+    cache_arguments,
     tensors_of,
 )
 
@@ -203,22 +205,26 @@ def test_none_for_a_tensor(draw: Draw, device: str, op: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ["append_kv", "append_decode", "copy_blocks", "merge_states"])
-def test_tensors_on_two_devices(draw: Draw, op: str) -> None:
-    build_arguments = {
-        "append_kv": append_arguments,
-        "append_decode": append_decode_arguments,
-        "copy_blocks": copy_arguments,
-        "merge_states": merge_arguments,
-    }[op]
+@pytest.mark.parametrize("other", OTHER_DEVICES)
+@pytest.mark.parametrize(
+    ("op", "build_arguments"),
+    [
+        ("reshape_and_cache", cache_arguments),
+        ("append_kv", append_arguments),
+        ("append_decode", append_decode_arguments),
+        ("copy_blocks", copy_arguments),
+        ("merge_states", merge_arguments),
+    ],
+)
+def test_tensors_on_two_devices(draw: Draw, op: str, build_arguments: Any, other: str) -> None:
     for name, value in build_arguments(draw).items():
         if value is None:
             continue
         arguments = build_arguments(draw)
         if isinstance(value, list):
-            arguments[name] = [*value[:-1], value[-1].cpu()]
+            arguments[name] = [*value[:-1], value[-1].to(other)]
         else:
-            arguments[name] = value.cpu()
+            arguments[name] = value.to(other)
         with pytest.raises(ValueError, match=rf"^paged_attn\.{op}: .+ must be on .+, got .+"):
             getattr(ops, op)(**arguments)
 

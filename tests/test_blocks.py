@@ -130,7 +130,8 @@ def test_copy_of_nothing(draw: Draw, device: str) -> None:
 
 
 def test_copy_with_offsets_beyond_32_bits(draw: Draw, device: str) -> None:
-    stride = 2**30 + 64
+    """The last of three blocks begins past 2^32 bytes."""
+    stride = 2**31 + 64
     pool = torch.empty(2 * stride + 64, dtype=torch.uint8, device=device)
     cache = pool.as_strided((3, 4, 2, 8), (stride, 16, 8, 1))
     cache[0] = draw.integers(0, 255, 4, 2, 8, dtype=torch.uint8)

@@ -8,11 +8,15 @@ import pytest
 import torch
 from attention_case import Draw, build
 from test_arguments import (
+    ALL_OPTIONS,
     DIM,
+    WRONG_DECODE,
+    WRONG_OPTIONS,
     Arguments,
     Mutation,
     cast,
     change,
+    decode_arguments,
     option,
     reshaped,
     strided,
@@ -217,3 +221,17 @@ def test_ragged_q_and_key_of_different_tokens(draw: Draw, device: str) -> None:
     arguments = append_decode_arguments(draw, [2, 1, 1])
     reshaped("key value", lambda t: (6, *t.shape[1:]))(arguments)
     assert_refused("append_decode", arguments, "key")
+
+
+@table([*WRONG_DECODE, *WRONG_OPTIONS])
+def test_wrong_for_the_decode_half(
+    draw: Draw, device: str, mutate: Mutation, argument: str
+) -> None:
+    """What decode refuses append_decode refuses, before it writes."""
+    arguments = decode_arguments(draw, **ALL_OPTIONS)
+    mutate(arguments)
+    for output in ("out", "lse"):
+        arguments.pop(output)
+    key = draw.normal(3, 2, DIM, dtype=torch.float16)
+    # Which of several arguments that no longer fit together is named may differ from decode.
+    assert_refused("append_decode", {"key": key, "value": -key, **arguments}, rf"{argument}|key")

@@ -14,7 +14,6 @@ from test_cache_dispatch import BUILD
 from test_cuda import QUERIES, capture, graph_case, poison_free_memory, refill
 
 import paged_attn
-from paged_attn import reference
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.paged_attn
@@ -133,30 +132,6 @@ def test_both_devices_store_the_same_bits(
         stored.append(caches)
     for ours, theirs in zip(*stored, strict=True):
         assert_same_bits(ours.cpu(), theirs)
-
-
-@pytest.mark.parametrize("batch", [3000, 70_000])
-def test_many_ragged_sequences(draw: Draw, batch: int) -> None:
-    """More entries than a thread block has threads, good ones and one bad one."""
-    lens = draw.integers(0, 2, batch, dtype=torch.int32)
-    cu = torch.zeros(batch + 1, dtype=torch.int32, device="cuda")
-    cu[1:] = lens.cumsum(0)
-    tokens = int(cu[-1])
-    tables = torch.arange(batch, dtype=torch.int32, device="cuda")[:, None]
-    key = draw.normal(tokens, 1, 8, dtype=torch.float16)
-    owner = torch.repeat_interleave(torch.arange(batch, device="cuda"), lens.long())
-    slots = 2 * owner + torch.arange(tokens, device="cuda") - cu[owner].long()
-    bad = batch // 3
-    for is_bad in (False, True):
-        if is_bad:
-            cu[bad] = -5
-            slots[(owner == bad) | (owner == bad - 1)] = -1
-        caches = [torch.zeros(batch, 2, 1, 8, dtype=torch.float16, device="cuda") for _ in "kv"]
-        expected = [torch.zeros_like(cache) for cache in caches]
-        ops.append_kv(key, key, *caches, tables, lens, cu)
-        reference.reshape_and_cache(key, key, *expected, slots)
-        assert_same_bits(caches[0], expected[0])
-        assert_same_bits(caches[1], expected[1])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")

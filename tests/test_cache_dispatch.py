@@ -67,6 +67,17 @@ def test_opcheck_fp8(draw: Draw, device: str, op: str, dtype: torch.dtype) -> No
     )
 
 
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks"])
+def test_opcheck_fp8_lists(draw: Draw, device: str, op: str, dtype: torch.dtype) -> None:
+    arguments = BUILD[op](draw)
+    values = [
+        [t.to(dtype) for t in value] if isinstance(value, list) else value
+        for value in arguments.values()
+    ]
+    torch.library.opcheck(getattr(ops, op).default, tuple(values), test_utils=FP8_CHECKS)
+
+
 @pytest.mark.parametrize("op", sorted(BUILD))
 def test_meta_and_fake_tensors(draw: Draw, device: str, op: str) -> None:
     arguments = BUILD[op](draw)
@@ -141,6 +152,33 @@ def test_compile_of_lists(draw: Draw, device: str, op: str, backend: str) -> Non
         tensors_of({k: v for k, v in arguments.items() if isinstance(v, list)}),
         tensors_of({k: v for k, v in theirs.items() if isinstance(v, list)}),
     )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_of_lists_once_for_all_sizes(draw: Draw, device: str, backend: str) -> None:
+    """Numbers of pairs and of rows, with as many tensors."""
+
+    def run(caches: Any, pairs: Any, pairs_on_host: Any, outs: Any, lses: Any) -> Any:
+        ops.copy_blocks(caches[:1], caches[1:], pairs)
+        ops.swap_blocks(caches[:1], caches[1:], pairs_on_host)
+        return ops.merge_states(outs, lses)
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for size in (2, 3, 7, 16, 5):
+            caches = [draw.normal(40, 4, 2, 8, dtype=torch.float16) for _ in "kv"]
+            ids = draw.rng.sample(range(40), 2 * size)
+            pairs = torch.tensor(ids).view(size, 2)
+            pairs = pairs.to(device, copy=True), pairs
+            outs = [draw.normal(size, 4, 64) for _ in range(3)]
+            lses = [draw.normal(size, 4) for _ in range(3)]
+            for tensor in (*pairs, *outs, *lses):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            theirs = twins(caches)
+            ours, wanted = compiled(caches, *pairs, outs, lses), run(theirs, *pairs, outs, lses)
+            for first, second in zip(ours, wanted, strict=True):
+                assert_same_bits(first, second)
+            same_storages(caches, theirs)
 
 
 @pytest.mark.parametrize("needs", ["q", "key"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -220,6 +221,75 @@ def results(returned: Any, arguments: Arguments) -> list[torch.Tensor]:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 found.append(tensor)
     return found
+
+
+def refusal_of(op: str, arguments: Arguments) -> str:
+    """The ValueError's text, empty if there is none."""
+    try:
+        getattr(paged_attn, op)(**arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# Arguments that may be without elements together.
+ALIKE = [
+    {"k_cache", "v_cache"},
+    {"k_cache", "v_cache", "key", "value"},
+    {"key", "value", "q"},
+    {"k_caches", "v_caches"},
+    {"srcs", "dsts"},
+    {"outs", "lses"},
+]
+
+
+@pytest.mark.parametrize("op", FRONTS)
+def test_sizes_of_zero(draw: Draw, device: str, op: str) -> None:
+    """Of each argument's dimensions, alone or with others: nothing to do, or refused by name."""
+    names = all_arguments(draw.again(), op).keys()
+    for group in [{name} for name in names] + [group & names for group in ALIKE if group & names]:
+        for dim in range(-4, 0):
+            arguments = all_arguments(draw.again(), op)
+
+            def without(tensor: torch.Tensor, dim: int = dim) -> torch.Tensor:
+                return tensor.narrow(dim, 0, 0) if tensor.dim() >= -dim else tensor
+
+            for name in group:
+                value = arguments[name]
+                if isinstance(value, list):
+                    arguments[name] = [without(t) for t in value]
+                elif isinstance(value, torch.Tensor):
+                    arguments[name] = without(value)
+            before = [t.clone() for t in results(None, arguments)]
+            if refusal := refusal_of(op, arguments):
+                assert re.match(rf"paged_attn\.{op}: \S+ must be .+, got .+", refusal)
+                for tensor, old in zip(results(None, arguments), before, strict=True):
+                    assert_same_bits(tensor, old)
+
+
+WRITTEN: dict[str, set[str]] = {
+    "decode": {"out"},
+    "decode_with_lse": {"out", "lse"},
+    "reshape_and_cache": {"k_cache", "v_cache"},
+    "append_kv": {"k_cache", "v_cache"},
+    "append_decode": {"k_cache", "v_cache"},
+    "copy_blocks": {"k_caches", "v_caches"},
+    "swap_blocks": {"dsts"},
+    "merge_states": set(),
+}
+
+
+@pytest.mark.parametrize("op", FRONTS)
+def test_what_is_only_read_keeps_its_bytes(draw: Draw, device: str, op: str) -> None:
+    arguments = all_arguments(draw, op)
+    getattr(paged_attn, op)(**arguments)
+    for name, expected in all_arguments(draw.again(), op).items():
+        for ours, theirs in zip(
+            *(v if isinstance(v, list) else [v] for v in (arguments[name], expected)), strict=True
+        ):
+            if isinstance(theirs, torch.Tensor) and name not in WRITTEN[op]:
+                a, b = (x.contiguous().view(torch.uint8) for x in (ours, theirs))
+                assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS, {"causal": False, "sinks": torch.float16}])

@@ -120,7 +120,7 @@ def mark_dynamic(case: Case) -> None:
         torch._dynamo.mark_dynamic(case.cu_seqlens_q, 0)
 
 
-def batches(draw: Draw, query_len: Any) -> Iterator[Case]:
+def batches(draw: Draw, query_len: Any, **options: Any) -> Iterator[Case]:
     for batch in (2, 3, 7, 16, 5):
         lens = [draw.rng.randint(1, 60) for _ in range(batch)]
         ragged = [draw.rng.randint(1, 4) for _ in lens]
@@ -131,6 +131,7 @@ def batches(draw: Draw, query_len: Any) -> Iterator[Case]:
             num_blocks=80,
             spare_columns=draw.rng.randint(2, 30),
             fill=0.0,
+            **options,
         )
 
 
@@ -151,6 +152,23 @@ def test_compile_once_for_all_batch_sizes(
             mark_dynamic(case)
             for ours, theirs in zip(compiled(*case.args), layer(*case.args), strict=True):
                 assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("query_len", [None, "ragged"])
+@pytest.mark.parametrize("name", ["all", "all_noncausal"])
+def test_compile_under_options_once_for_all_batch_sizes(
+    draw: Draw, device: str, name: str, query_len: Any
+) -> None:
+    def layer(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.decode_with_lse(*args, **options)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for case in batches(draw, query_len, **OPTION_SETS[name]):
+            mark_dynamic(case)
+            ours, theirs = compiled(case.args, case.options), layer(case.args, case.options)
+            for first, second in zip(ours, theirs, strict=True):
+                assert_same_bits(first, second)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import test_every_kernel as every_kernel
 import torch
 
 INSTANTIATIONS = Path(__file__).parents[1] / "csrc/cuda/decode/instantiations"
@@ -214,44 +213,6 @@ def test_the_line_is_cut_into_single_tiles_unless_it_is_too_long_for_32_bits() -
 
 def test_too_little_shared_memory_is_noticed() -> None:
     assert choose(shared_kb=48).rings == 0
-
-
-def test_the_sanitizers_subset_touches_every_kernel() -> None:
-    names = {
-        torch.float16: "fp16",
-        torch.bfloat16: "bf16",
-        torch.float32: "fp32",
-        torch.float8_e4m3fn: "e4m3",
-        torch.float8_e5m2: "e5m2",
-    }
-    touched = set()
-    for shape, (dtype, cache_dtype), head_dim, rows, limit in itertools.product(
-        every_kernel.SHAPES,
-        every_kernel.DTYPE_PAIRS,
-        every_kernel.HEAD_DIMS,
-        [1, 16],
-        [227, 99],
-    ):
-        lens, _, heads, options = shape
-        queries = {"query_len": rows}
-        if rows == 1:
-            queries = {"ragged_tokens": sum(every_kernel.short_queries(len(lens)))}
-        config = choose(
-            len(lens),
-            heads,
-            head_dim,
-            element_bytes=dtype.itemsize,
-            cache_bytes=cache_dtype.itemsize,
-            batch_invariant="batch_invariant" in options,
-            shared_kb=limit,
-            **queries,
-        )
-        name = names[dtype] if cache_dtype == dtype else f"{names[dtype]}_{names[cache_dtype]}"
-        touched.add(
-            f"{name}_d{config.head_dim}_rings{config.rings}_rows{8 * config.row_tiles}"
-            f"_stages{config.stages}"
-        )
-    assert touched == {path.stem for path in INSTANTIATIONS.glob("*.cu")}
 
 
 def test_every_shape_is_compiled_and_no_other() -> None:

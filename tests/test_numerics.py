@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_accurate, assert_lse, assert_same_bits, ulp
-from attention_case import BLOCK_SIZES, DTYPES, RATIOS, Case, Draw, build, ceil_div
+from attention_case import BLOCK_SIZES, DTYPES, RATIOS, Draw, build, ceil_div
 
 from paged_attn import reference
 
@@ -253,70 +253,6 @@ def test_tutorial_case(draw: Draw, device: str, block_tables: list[list[int]]) -
     out = case.decode()
     torch.testing.assert_close(out.double(), reference.decode(*case.args), atol=2e-3, rtol=0)
     assert_accurate(case, out)
-
-
-def upstream_case(draw: Draw, lens: list[int], **arguments: Any) -> Case:
-    """Pools of the grids' sizes are left as allocated but for the live slots."""
-    return build(draw, lens, fill=None, **arguments)
-
-
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("heads", [(40, 40), (64, 8)])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 120, 128, 192, 256])
-def test_vllm_grid(
-    draw: Draw, device: str, head_dim: int, heads: tuple[int, int], block_size: int
-) -> None:
-    longest = 1024 if device == "cuda" else 12288 // (heads[1] * head_dim // 32)
-    lens = [draw.rng.randint(1, longest) for _ in range(6)] + [longest]
-    case = upstream_case(
-        draw,
-        lens,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=head_dim,
-        block_size=block_size,
-        num_blocks=4321 if device == "cuda" else None,
-        dtype=draw.rng.choice(DTYPES),
-    )
-    assert_accurate(case, *case.decode_with_lse())
-
-
-@pytest.mark.parametrize("page", [1, 8, 16])
-@pytest.mark.parametrize(("batch", "kv_len"), [(12, 54), (17, 97), (128, 54), (12, 512), (1, 2048)])
-def test_flashinfer_grid(draw: Draw, device: str, batch: int, kv_len: int, page: int) -> None:
-    case = upstream_case(
-        draw,
-        [kv_len] * batch,
-        num_heads=8 if device == "cuda" else 4,
-        num_kv_heads=4 if device == "cuda" else 1,
-        head_dim=128,
-        block_size=page,
-        layout=draw.rng.choice(("NHD", "HND")),
-    )
-    assert_accurate(case, *case.decode_with_lse())
-
-
-@pytest.mark.parametrize("page", [1, 4, 128])
-@pytest.mark.parametrize(
-    ("query_len", "kv_len"),
-    [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048)],
-)
-def test_flash_attention_grid(
-    draw: Draw, device: str, query_len: int, kv_len: int, page: int
-) -> None:
-    heads = (6, 2) if device == "cuda" else (2, 1)
-    lens = [kv_len, draw.rng.randint(query_len, kv_len)]
-    case = upstream_case(
-        draw,
-        lens,
-        query_len=query_len,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=draw.rng.choice((59 // 8 * 8, 64, 80, 128)),
-        block_size=page,
-        dtype=draw.rng.choice((torch.float16, torch.bfloat16)),
-    )
-    assert_accurate(case, *case.decode_with_lse())
 
 
 def test_contexts_of_whole_blocks(draw: Draw, device: str) -> None:

@@ -65,7 +65,7 @@ class Combiner {
       for (int i = 0; i < kFragments; ++i) {
         float4 out = state.out[i];
         if constexpr (kRings == 1) {
-          if (target.fold()) out = fold(results_.load_output(target.part(), i), out);
+          if (target.fold()) out = fold(results_.load_output(rows, target.part(), i), out);
         }
         results_.emit(to, i, out);
       }
@@ -110,7 +110,7 @@ class Combiner {
           add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
         }
       }
-      if (target.fold()) total = fold(results_.load_output(target.part(), i), total);
+      if (target.fold()) total = fold(results_.load_output(rows, target.part(), i), total);
       results_.emit(to, i, total);
     }
     // Until all have read what the part held.
@@ -201,7 +201,7 @@ class Combiner {
 #pragma unroll 1
     for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
       RowStats stats = results_.load_stats(chunk_part_of(first_block, 0));
-      float4 total = results_.load_output(chunk_part_of(first_block, 0), i);
+      float4 total = results_.load_output(rows, chunk_part_of(first_block, 0), i);
 #pragma unroll 1
       for (int begin = prefix; begin < cut.all_chunks; begin += 4) {
         RowStats each[4];
@@ -210,7 +210,7 @@ class Combiner {
         for (int k = 0; k < 4; ++k) {
           const int part = chunk_part_of(first_block, min(begin + k, cut.all_chunks - 1));
           each[k] = results_.load_stats(part);
-          outs[k] = results_.load_output(part, i);
+          outs[k] = results_.load_output(rows, part, i);
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {

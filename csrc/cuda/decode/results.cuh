@@ -38,7 +38,9 @@ class Results {
     return {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
   }
 
-  __device__ __forceinline__ float4 load_output(int part, int fragment) const {
+  // Of rows that do not exist a part holds nothing.
+  __device__ __forceinline__ float4 load_output(const RowTile& rows, int part, int fragment) const {
+    if (!rows.exists(2 * (lane_ & 3))) return make_float4(0, 0, 0, 0);
     return __ldcg(params_.partial_outputs + (part * kFragments + fragment) * 32 + lane_);
   }
 
