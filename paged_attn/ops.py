@@ -199,9 +199,9 @@ def append_decode(
 ) -> Tensor:
     """`append_kv`, then `decode`, as one op.
 
-    On CUDA the kernels overlap: old keys and values are read while the new ones are written. So a
-    slot that is written must be a live one of its own sequence alone; what another sequence that
-    has it too reads there is either the old content or the new.
+    On CUDA the kernels overlap: old keys and values are read while the new ones are written (not
+    with ragged queries). So a slot that is written must be a live one of its own sequence alone;
+    what another sequence that has it too reads there is either the old content or the new.
 
     Args:
         q: As in `decode`, as all that is not named here.

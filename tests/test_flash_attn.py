@@ -123,7 +123,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("rotary_dim", [16, 32, 64])
 @pytest.mark.parametrize("num_new", [3, 2, 5])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [*MASKS, "local without effect"])
 def test_rotary(
     draw: Draw, device: str, mask: str, num_new: int, rotary_dim: int, interleaved: bool
 ) -> None:
@@ -135,7 +135,10 @@ def test_rotary(
         new_len=num_new,
         rotary_dim=rotary_dim,
         dtype=draw.rng.choice(DTYPES),
-        options={"rotary_interleaved": interleaved, **MASKS[mask]},
+        options={
+            "rotary_interleaved": interleaved,
+            **MASKS.get(mask, {"window_size": (-1, 7)}),
+        },
     )
     assert_as_documented(flash, flash_attn_with_kvcache, flash.with_kvcache())
 

@@ -23,7 +23,8 @@ struct Place {
 __device__ __forceinline__ bool all_entries_are_good(const WriteKvParams& p) {
   bool is_bad = false;
   for (int64_t i = threadIdx.x; i <= p.batch_size; i += kThreads) {
-    const int32_t least = i > 0 ? p.cu_seqlens_q[i - 1] : 0, entry = p.cu_seqlens_q[i];
+    const int32_t least = i > 0 ? __ldcg(p.cu_seqlens_q + i - 1) : 0;
+    const int32_t entry = __ldcg(p.cu_seqlens_q + i);
     is_bad |= entry < least || entry > p.num_tokens;
   }
   return !__syncthreads_or(is_bad);
@@ -37,14 +38,14 @@ struct Owner {
 };
 
 __device__ __forceinline__ Owner find_owner(const WriteKvParams& p, int64_t row, bool good) {
-  const int32_t* entries = p.cu_seqlens_q;
+  const auto entry = [&](int64_t i) { return __ldcg(p.cu_seqlens_q + i); };
   // The first entry past the row ends its sequence.
   int64_t last = 0;
   if (good) {
     int64_t beyond = p.batch_size + 1;
     while (last < beyond) {
       const int64_t middle = last + (beyond - last) / 2;
-      if (entries[middle] > row) {
+      if (entry(middle) > row) {
         beyond = middle;
       } else {
         last = middle + 1;
@@ -52,18 +53,19 @@ __device__ __forceinline__ Owner find_owner(const WriteKvParams& p, int64_t row,
     }
   } else {
     int32_t begin = 0;
-    while (last <= p.batch_size && entries[last] <= row) begin = max(begin, entries[last++]);
-    good = last > 0 && entries[last - 1] == begin && last <= p.batch_size &&
-           entries[last] <= p.num_tokens;
+    while (last <= p.batch_size && entry(last) <= row) begin = max(begin, entry(last++));
+    good =
+        last > 0 && entry(last - 1) == begin && last <= p.batch_size && entry(last) <= p.num_tokens;
   }
   if (!good || last == 0 || last > p.batch_size) return {-1, 0};
-  return {last - 1, entries[last]};
+  return {last - 1, entry(last)};
 }
 
 __device__ __forceinline__ Place find_place(const WriteKvParams& p, int64_t token, bool good) {
   if (p.slot_mapping != nullptr) {
-    const int64_t slot = p.slots_are_int64 ? static_cast<const int64_t*>(p.slot_mapping)[token]
-                                           : static_cast<const int32_t*>(p.slot_mapping)[token];
+    const int64_t slot = p.slots_are_int64
+                             ? __ldcg(static_cast<const long long*>(p.slot_mapping) + token)
+                             : __ldcg(static_cast<const int32_t*>(p.slot_mapping) + token);
     if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0, 0, 0};
     const int64_t block = quotient(slot, p.block_size);
     return {block, slot - block * p.block_size, 0, token};
@@ -81,11 +83,11 @@ __device__ __forceinline__ Place find_place(const WriteKvParams& p, int64_t toke
     row = token - batch * p.query_len;
     past_end = p.query_len - row;
   }
-  const int64_t position = p.context_lens[batch] - past_end;
+  const int64_t position = __ldcg(p.context_lens + batch) - past_end;
   if (position < 0) return {-1, 0, 0, 0};
   const int64_t column = quotient(position, p.block_size);
   if (column >= p.max_blocks) return {-1, 0, 0, 0};
-  const int64_t block = p.block_tables[batch * p.table_stride + column];
+  const int64_t block = __ldcg(p.block_tables + batch * p.table_stride + column);
   if (block < 0 || block >= p.num_blocks) return {-1, 0, 0, 0};
   return {block, position - column * p.block_size, is_ragged ? 0 : batch, row};
 }
@@ -101,7 +103,7 @@ __device__ __forceinline__ Vector<To, kElements> stored(const Vector<From, kElem
 #pragma unroll
     for (int i = 0; i < kElements; ++i) values[i] = to_float(from.elements[i]);
     if (scale != nullptr) {
-      const float divisor = *scale;
+      const float divisor = __ldcg(scale);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) values[i] = __fdiv_rn(values[i], divisor);
     }
@@ -129,10 +131,10 @@ __device__ __forceinline__ T* slot_of(void* cache, const CacheStrides& strides, 
          head * strides.head;
 }
 
-// A thread takes a vector of key and the same one of value. Launched early, behind prepare_kernel:
-// it starts when all earlier work is done, and its end means that prepare_kernel's has come too.
-// NOTE: asked for 5 blocks a multiprocessor, the compiler has the registers that it else spills to
-// make room for 6.
+// A thread takes a vector of key and the same one of value. Behind prepare_kernel it may be
+// launched early: it starts when all earlier work is done, and its end means that prepare_kernel's
+// has come. NOTE: asked for 5 blocks a multiprocessor, the compiler has the registers that it else
+// spills to make room for 6.
 template <typename From, typename To, int kElements>
 __global__ void __launch_bounds__(kThreads, 5)
     write_kv_kernel(const __grid_constant__ WriteKvParams p) {
@@ -165,7 +167,7 @@ cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStrea
   const unsigned blocks =
       blocks_for(p.num_tokens * p.num_kv_heads * (p.head_dim / kElements), limits);
   if (early) {
-    // As in launch_prepare(): what comes next wants most of the memory as shared memory.
+    // The decode kernel that comes next wants its multiprocessor's memory as shared memory.
     const cudaError_t error =
         set_attribute_once<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(
             cudaSharedmemCarveoutMaxShared, limits);

@@ -42,7 +42,7 @@ struct WordOf<1> {
 template <int kElements, typename T>
 __device__ __forceinline__ Vector<T, kElements> load_vector(const T* from) {
   Vector<T, kElements> vector;
-  const auto word = *reinterpret_cast<const typename WordOf<sizeof(vector)>::Type*>(from);
+  const auto word = __ldcg(reinterpret_cast<const typename WordOf<sizeof(vector)>::Type*>(from));
   memcpy(&vector, &word, sizeof(vector));
   return vector;
 }

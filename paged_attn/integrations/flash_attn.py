@@ -182,8 +182,9 @@ def flash_attn_with_kvcache(
             first = rotary_seqlens
         positions = token_positions(first, key.shape[-3], cu_seqlens_k_new)
         key = rotate(key, cos, sin, positions, rotary_interleaved)
-        # Queries that all see the same keys have no order: all count as the first.
-        step = 1 if options["causal"] else 0
+        # Queries that all see the same keys, whatever their order, all count as the first. A window
+        # wider than the cache is none.
+        step = 1 if causal or any(0 <= side < capacity for side in window_size) else 0
         positions = token_positions(first, q.shape[-3], cu_seqlens_q, step)
         q = rotate(q, cos, sin, positions, rotary_interleaved)
     new = key.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()

@@ -59,7 +59,10 @@ class Combiner {
       if (token_lane_ != 0) return;
       RowStats stats = state.stats;
       Fold fold;
-      if constexpr (kRings == 1) fold = fold_into(target, stats);
+      if constexpr (kRings == 1) {
+        fold = fold_into(target, stats);
+        __syncwarp();  // all have read what the part held
+      }
       const auto to = results_.destination(rows, stats, target);
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) {

@@ -127,8 +127,12 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
   device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % 4 == 0 &&
                           (out.batch | out.token | out.head) % 2 == 0;
 
-  // A sequence of a ragged batch waits for the kernel before with its first load anyway.
-  device.num_new_keys = new_tokens != nullptr ? static_cast<int32_t>(params.query_len) : 0;
+  if (new_tokens != nullptr) {
+    // Halves of 16 bytes pass through the L1, by lines that neighbouring slots may share. (With
+    // ragged queries every block waits before all else: see kernel.cuh.)
+    const bool share_lines = params.cache_dtype != params.dtype && params.head_dim % 16 != 0;
+    device.num_new_keys = share_lines ? kAllKeys : static_cast<int32_t>(params.query_len);
+  }
 
   cudaError_t error = launch_prepare(device, limits, stream);
   if (error == cudaSuccess && new_tokens != nullptr) {

@@ -132,7 +132,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   int64_t queries = p.query_len;
   if (p.cu_seqlens_q != nullptr) {
     queries = p.max_query_len > 0
-                  ? p.max_query_len
+                  ? std::min(p.max_query_len, p.num_tokens)
                   : (p.num_tokens + p.batch_size - 1) / std::max<int64_t>(p.batch_size, 1);
   }
   const int64_t rows = std::max<int64_t>(queries, 1) * group;

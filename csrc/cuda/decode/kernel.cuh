@@ -35,8 +35,8 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
     GroupBarrier::init(&group_barriers[head_lane], params.token_lanes * kRowTiles * 32);
   }
 
-  // Ragged rows are found by the kernel before this one; all else that is read until the wait below
-  // was there before that kernel began.
+  // Ragged rows are found by prepare_kernel. All else that is read until the wait below was there
+  // before that began, new keys apart, for which the stream waits.
   if (params.decode.cu_seqlens_q != nullptr) wait_for_kernel_before();
   __shared__ Sequence staged[kThreads];
   const Share share = find_share<kThreads, kRowsAPass>(params, staged);

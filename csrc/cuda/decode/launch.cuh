@@ -11,8 +11,8 @@
 namespace paged_attn::cuda {
 
 // The decode kernel reads tables, lengths and cache before prepare_kernel, or write_kv_kernel
-// behind that, has ended: prepare_kernel lets it start only once everything before was done, so
-// this rests on no promise of the caller's.
+// behind that, has ended: prepare_kernel lets it start only once everything before was done. That
+// rests on no promise of the caller's but append_decode's, that a written slot has one sequence.
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config,
                           const DeviceLimits& limits, cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // What runs before the decode kernel: zeroes the arrival counters, writes the rows that no key
 // reaches, and finds which rows of q a ragged sequence owns. It first waits until all earlier work
-// is done; the decode kernel is chained to it and starts as soon as that is so.
+// is done; the kernels behind it start as soon as that is so.
 #include <algorithm>
 #include <cstring>
 
@@ -96,11 +96,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
     // Every block finds them all for itself: they write the same values.
     find_row_starts(params, params.row_starts);
     __syncthreads();
-    if (blockIdx.x == 0) {
-      // A bad first entry may hide where sequences begin: all rows before it are as bad.
-      fill_rows<T>(p, 0, 0, params.row_starts[0], p.cu_seqlens_q[0] != params.row_starts[0], false);
-      fill_rows<T>(p, 0, params.row_starts[p.batch_size], p.num_tokens, false, false);
-    }
+    // The rows of no sequence, a part of them a block. A bad first entry may hide where sequences
+    // begin: all rows before it are as bad.
+    const auto fill_part = [&](int64_t begin, int64_t end, bool bad) {
+      const int64_t each = (end - begin + gridDim.x - 1) / gridDim.x;
+      const int64_t first = min(begin + blockIdx.x * each, end);
+      fill_rows<T>(p, 0, first, min(first + each, end), bad, false);
+    };
+    fill_part(0, params.row_starts[0], p.cu_seqlens_q[0] != params.row_starts[0]);
+    fill_part(params.row_starts[p.batch_size], p.num_tokens, false);
   }
   // A thread looks at a sequence, the block fills the rows of those without keys.
   __shared__ Sequence sequences[kPrepareThreads];

@@ -112,23 +112,21 @@ class Results {
                                                   int r) const {
     const DecodeParams& p = params_.decode;
     const float max = r == 0 ? stats.max.x : stats.max.y;
-    // Exponents of 2 from here on. The weights of a row that saw no key are all 0.
+    constexpr float kLn2 = 0.69314718055994531f, kLog2E = 1.44269504088896340f;
+    // The logit that all weights are relative to. Those of a row that saw no key are all 0.
     const bool sees_no_key = max == -INFINITY;
-    float reference = sees_no_key ? 0.f : max * params_.scale_log2;
-    float keys_weight = 1, sink = -INFINITY, sink_weight = 0;
+    float reference = sees_no_key ? 0.f : max * (params_.scale_log2 * kLn2);
+    float keys_weight = 1, sink_weight = 0;
     if (p.sinks != nullptr) {
-      constexpr float kLog2E = 1.44269504088896340f;
       const int row = 2 * (lane_ & 3) + r;
-      if (rows.exists(row)) sink = sink_of<T>(p, rows.head(params_, row));
+      const float sink = rows.exists(row) ? sink_of<T>(p, rows.head(params_, row)) : -INFINITY;
       if (sink != -INFINITY) {
-        const float exponent = sink * kLog2E;
-        const float top = sees_no_key ? exponent : fmaxf(reference, exponent);
-        keys_weight = sees_no_key ? 0.f : power_of_2(reference - top);
-        sink_weight = sees_no_key ? 1.f : power_of_2(exponent - top);
+        const float top = sees_no_key ? sink : fmaxf(reference, sink);
+        keys_weight = sees_no_key ? 0.f : power_of_2((reference - top) * kLog2E);
+        sink_weight = sees_no_key ? 1.f : power_of_2((sink - top) * kLog2E);
         reference = top;
       }
     }
-    constexpr float kLn2 = 0.69314718055994531f;
     const float sum = fmaf(keys_weight, r == 0 ? stats.sum.x : stats.sum.y, sink_weight);
     const float exact_sum =
         fmaf(keys_weight, r == 0 ? stats.exact_sum.x : stats.exact_sum.y, sink_weight);
@@ -137,10 +135,9 @@ class Results {
     if (p.v_scale.data != nullptr && result.factor != 0) {
       const int64_t last = p.num_kv_heads - 1;  // a spare head lane asks for more
       result.factor *=
-          __ldg(p.v_scale.data + min(static_cast<int64_t>(rows.kv_head), last) * p.v_scale.stride);
+          __ldcg(p.v_scale.data + min(static_cast<int64_t>(rows.kv_head), last) * p.v_scale.stride);
     }
-    // Beside a sink that leaves nothing to the keys, the sum is 1 and the sink is the logarithm.
-    result.lse = keys_weight == 0 && exact_sum == 1 ? sink : (reference + log2f(exact_sum)) * kLn2;
+    result.lse = reference + log2f(exact_sum) * kLn2;
     return result;
   }
 

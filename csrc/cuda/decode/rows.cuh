@@ -57,8 +57,8 @@ struct RowTile {
 template <typename T>
 __device__ __forceinline__ float sink_of(const DecodeParams& p, int64_t head) {
   if (p.sinks == nullptr) return -INFINITY;
-  if (p.sinks_are_fp32) return static_cast<const float*>(p.sinks)[head];
-  return to_float(static_cast<const T*>(p.sinks)[head]);
+  if (p.sinks_are_fp32) return __ldcg(static_cast<const float*>(p.sinks) + head);
+  return to_float(__ldcg(static_cast<const T*>(p.sinks) + head));
 }
 
 }  // namespace paged_attn::cuda

@@ -11,7 +11,7 @@ __device__ __forceinline__ float score_factor(const DeviceParams& params, int kv
   if (k_scale.data == nullptr) return params.score_factor;
   const int64_t last = params.decode.num_kv_heads - 1;  // a spare head lane asks for more
   return params.score_factor *
-         __ldg(k_scale.data + min(static_cast<int64_t>(kv_head), last) * k_scale.stride);
+         __ldcg(k_scale.data + min(static_cast<int64_t>(kv_head), last) * k_scale.stride);
 }
 
 // softcap * tanh(s / softcap) + slope * (j - i): a tile's scores, as mma.cuh lays them out, of rows
@@ -31,7 +31,7 @@ __device__ __forceinline__ float4 transform_scores(const DeviceParams& params, c
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (rows.exists(row + r)) {
-        slope[r] = __ldg(params.decode.alibi_slopes + rows.head(params, row + r));
+        slope[r] = __ldcg(params.decode.alibi_slopes + rows.head(params, row + r));
       }
       distance[r] = static_cast<float>(key + 1 - limit[r]);
     }

@@ -86,7 +86,7 @@ class TileStream {
     }
     if (current_.tiles > 0) {
       if (params_.num_new_keys > 0 &&
-          (current_.tile + 1) << kTileShift > current_.context_len - params_.num_new_keys) {
+          current_.tile >= (current_.context_len - params_.num_new_keys) >> kTileShift) {
         wait_for_kernel_before();
       }
       const uint32_t shared = ring_ + slot * kSlotBytes;
@@ -249,7 +249,7 @@ class TileStream {
     const int first_key = first_key_of(params_, segment.sequence);
     batch.hidden_rows = first_key == 0 ? 0 : max(first_key - (batch.tile << kTileShift), 0);
     if (tile_of_lane < batch.tiles && token < batch.context_len &&
-        (first_key == 0 || token + (1 << params_.run_shift) > first_key)) {
+        (first_key == 0 || token > first_key - (1 << params_.run_shift))) {
       const int column = params_.by_block_size.quotient(token);
       batch.block_slot = token - column * static_cast<int>(p.block_size);
       batch.block_id =
