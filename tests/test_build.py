@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,14 @@ def test_libraries_of_ops_depend_on_no_python() -> None:
 
 def test_setup_py_stays_short() -> None:
     assert len((ROOT / "setup.py").read_text().splitlines()) <= 150
+
+
+def test_every_package_is_installed() -> None:
+    packages = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")
+    }
+    listed = re.search(r"^packages = \[(.+)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert listed
+    assert {name.strip(' "') for name in listed[1].split(",")} == {
+        ".".join(folder.parts) for folder in folders
+    }

@@ -107,7 +107,7 @@ def visible_keys(
     if not (
         isinstance(window_size, (tuple, list))
         and len(window_size) == 2
-        and all(isinstance(size, (int, torch.SymInt)) for size in window_size)
+        and all(isinstance(size, int) for size in window_size)
     ):
         raise bad(op, "window_size", "a pair of integers (left, right)", window_size)
     left, right = window_size

@@ -367,7 +367,7 @@ def _cached_lens(
     """[B] int32: the keys in the cache before any are appended."""
     if cache_seqlens is None and appending:
         raise bad(op, "cache_seqlens", "given with k and v", None)
-    if isinstance(cache_seqlens, Tensor):
+    if cache_seqlens is not None and not isinstance(cache_seqlens, int):
         return expect_int32(op, "cache_seqlens", cache_seqlens, q, num_sequences).contiguous()
     length = capacity if cache_seqlens is None else cache_seqlens
     return torch.full((num_sequences,), length, dtype=torch.int32, device=q.device)
