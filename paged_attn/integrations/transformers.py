@@ -71,15 +71,11 @@ def register(model: Any = None) -> None:
     functions, *_ = flash.lazy_import_flash_attention(NAME)
     if functions[1] is not flash_attn_varlen_func:
         raise _missing("modeling_flash_attention_utils", "_lazy_imports as the look-up it was")
-    if model is None:
-        return
-    expected = "one that transformers runs FlashAttention with"
-    if not getattr(model, "_supports_flash_attn", False):
-        raise refuse("integrations.transformers.register", "model", expected, type(model).__name__)
-    _allow(model)
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:  # transformers only warns
-        raise refuse("integrations.transformers.register", "model", expected, type(model).__name__)
+    if model is not None:
+        _allow(model)
+        model.set_attn_implementation(NAME)
+        if model.config.get_text_config()._attn_implementation != NAME:  # transformers only warns
+            raise _refused(model)
 
 
 def _module(name: str) -> ModuleType:
@@ -150,21 +146,39 @@ def _flash_attn_func(
     )
 
 
-def _paged_forward(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
-    """Continuous batching's attention before transformers 5.19, which drops softcap silently."""
-    if softcap:
-        expected = "None before transformers 5.19, which does not pass it on"
-        raise refuse("integrations.transformers", "softcap", expected, softcap)
+def _paged_forward(
+    module: Any,
+    *args: Any,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Attention within continuous batching before transformers 5.19, where options get lost."""
+    # It looks for the window in the module, where not every model has it.
+    lost = sliding_window if sliding_window != getattr(module, "sliding_window", None) else None
+    for name, value in (("softcap", softcap), ("sliding_window", lost)):
+        if value:
+            raise NotImplementedError(
+                f"paged_attn.integrations.transformers: {name} must be None before transformers "
+                f"5.19, whose continuous batching does not pass it on, got {value}"
+            )
     paged = importlib.import_module("transformers.integrations.flash_paged")
-    return paged.paged_attention_forward(*args, **kwargs)
+    return paged.paged_attention_forward(module, *args, **kwargs)
 
 
 def _allow(model: Any) -> None:
-    """Adds NAME to what the model and its parts are compatible with, where they have a list.
+    """Adds NAME to those that a model and its parts are compatible with, where they have a list.
 
-    Models without one take every name; those with one list what has sinks, as NAME has.
+    They list what has sinks, as NAME has; to other models transformers gives whatever is asked for.
     """
+    if not getattr(model, "_supports_flash_attn", False):
+        raise _refused(model)
     for part in model.modules():
         listed = getattr(part, "_compatible_flash_implementations", None)
         if listed is not None and NAME not in listed and part._supports_flash_attn:
             part._compatible_flash_implementations = [*listed, NAME]
+
+
+def _refused(model: Any) -> NotImplementedError:
+    expected = "one that transformers runs FlashAttention with"
+    return refuse("integrations.transformers.register", "model", expected, type(model).__name__)
