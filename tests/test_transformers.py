@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from transformers_case import (  # noqa: E402
     without_option,
 )
 
+from benchmarks import continuous_batching  # noqa: E402
 from examples.smollm2 import weights  # noqa: E402
 from paged_attn.integrations import transformers as integration  # noqa: E402
 from paged_attn.integrations.flash_attn import flash_attn_varlen_func  # noqa: E402
@@ -256,3 +258,14 @@ def test_dropout_is_refused(draw: Draw) -> None:
     register(model)
     with pytest.raises(NotImplementedError, match=r"dropout_p must be 0"), torch.no_grad():
         model(torch.tensor(draw_prompts(draw, 4)))
+
+
+def test_benchmark(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--batch 3 --prompt-len 9 --new-tokens 8 --layers 1 --heads 4 --kv-heads 2"
+    arguments = f"--device {device} --dtype fp32 --attention {NAME} nonsense {sizes}".split()
+    assert continuous_batching.main(arguments) == 0
+    first, ours, nonsense = capsys.readouterr().out.splitlines()
+    assert "3 sequences of 9 + 8 tokens" in first
+    assert re.fullmatch(rf"{NAME} +[0-9]+\.[0-9]+ ms a step", ours)
+    assert nonsense.startswith("nonsense")
+    assert "ms a step" not in nonsense

@@ -17,7 +17,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -78,7 +77,7 @@ def register(model: Any = None) -> None:
             raise _refused(model)
 
 
-def _module(name: str) -> ModuleType:
+def _module(name: str) -> Any:
     """A module of transformers that has all that is needed of it."""
     try:
         module = importlib.import_module(f"transformers.{name}")
@@ -100,7 +99,7 @@ def _missing(module: str, hook: str) -> ImportError:
     )
 
 
-def _answer(flash: ModuleType) -> Callable[..., Any]:
+def _answer(flash: Any) -> Callable[..., Any]:
     """`_lazy_imports` that knows our names too."""
     original = flash._lazy_imports
 
