@@ -24,6 +24,7 @@ import mutants_checks
 import mutants_cpu
 import mutants_cuda
 import mutants_flash
+import mutants_transformers
 from mutant import Mutant
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,7 @@ MUTANTS = [
     *mutants_cpu.KERNELS,
     *mutants_checks.CHECKS,
     *mutants_flash.CALLS,
+    *mutants_transformers.HOOKS,
     *mutants_cuda.KERNELS,
 ]
 BUILD_SECONDS, TEST_SECONDS = 1800, 180

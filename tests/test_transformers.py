@@ -156,10 +156,11 @@ def test_cuda_graphs(draw: Draw) -> None:
     assert counts["append_decode"] > 0
 
 
-def test_generate(draw: Draw, device: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_generate(draw: Draw, device: str, kind: str) -> None:
     """Outside continuous batching the name works too, with padding and without."""
-    model = tiny(draw, "llama")
-    prompts = torch.tensor(draw_prompts(draw, 11, 11), device=device)
+    model = tiny(draw, kind)
+    prompts = torch.tensor(draw_prompts(draw, 14, 14), device=device)
     mask = torch.ones_like(prompts)
     mask[1, :4] = 0
     for attention_mask in (mask, torch.ones_like(mask)):
@@ -170,6 +171,12 @@ def test_generate(draw: Draw, device: str) -> None:
         with counted(model) as counts:
             assert torch.equal(model.generate(prompts, **how), expected)
         assert counts["decode"] == counts["forward"] * LAYERS > 0
+
+
+def test_the_name_is_one_that_decodes_through_block_tables() -> None:
+    requested = importlib.import_module("transformers.utils.generic").is_flash_attention_requested
+    for name in (NAME, integration.PAGED_NAME):
+        assert requested(requested_attention_implementation=name, version=[2, 3])
 
 
 def test_calling_it_again_changes_nothing(draw: Draw) -> None:
