@@ -51,7 +51,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def installed() -> list[str]:
     """Names of attention that continuous batching can run with here; ours first."""
     flash = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
-    return [NAME, *flash, "sdpa", "paged|eager"]
+    known = importlib.import_module("transformers").AttentionInterface()
+    # Before transformers 5.19 "sdpa" was none of continuous batching.
+    sdpa = "paged|sdpa" if "paged|sdpa" in known else "sdpa"
+    return [NAME, *flash, sdpa, "paged|eager"]
 
 
 def make_model(options: argparse.Namespace) -> Any:
@@ -82,6 +85,7 @@ def step_seconds(model: Any, options: argparse.Namespace) -> float:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(32000, (options.batch, options.prompt_len), generator=generator)
     batching = transformers.ContinuousBatchingConfig(allow_block_sharing=False)
+    batching.auto_switch_to_flash = False  # what is asked for, not what transformers prefers
     if options.device == "cpu":
         batching.num_blocks = options.batch * (
             -(-(options.prompt_len + options.new_tokens) // 256) + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -217,21 +218,30 @@ def test_other_models_and_names_are_left_alone(draw: Draw, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("module", "hook"), [(m, hook) for m, hooks in integration.HOOKS.items() for hook in hooks]
+    "needed", [f"{m}.{hook}" for m, hooks in integration.HOOKS.items() for hook in hooks]
 )
 def test_a_transformers_without_a_hook_is_refused(
-    module: str, hook: str, monkeypatch: pytest.MonkeyPatch
+    needed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(importlib.import_module(f"transformers.{module}"), hook)
-    message = rf"must have {hook} in transformers\.{module}.*{transformers.__version__}"
+    monkeypatch.delattr(f"transformers.{needed}")
+    message = f"must have transformers.{needed}, .* got transformers {transformers.__version__}"
     with pytest.raises(ImportError, match=message):
+        register()
+
+
+def test_a_transformers_without_a_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    with pytest.raises(ImportError, match=r"must have transformers.masking_utils, as "):
+        register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError):
         register()
 
 
 def test_a_transformers_that_looks_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = ((None, None, None, None, None), None)
     monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *args, **how: answers)
-    with pytest.raises(ImportError, match=r"must have _lazy_imports as the look-up it was"):
+    with pytest.raises(ImportError, match=r"must have attention that is looked up by"):
         register()
 
 

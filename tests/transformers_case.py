@@ -169,7 +169,7 @@ def counted(model: Any) -> Iterator[Counter[str]]:
     try:
         yield counts
     finally:
-        model.forward = forward
+        del model.forward
 
 
 def generate(

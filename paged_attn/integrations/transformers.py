@@ -59,7 +59,7 @@ def register(model: Any = None) -> None:
         ImportError: transformers is not installed, or lacks what this needs; says what.
         NotImplementedError: transformers does not run this model with FlashAttention either.
     """
-    flash, modeling, masking, forward, _ = (_module(name) for name in HOOKS)
+    flash, modeling, masking, forward, _ = (_module(*needed) for needed in HOOKS.items())
     if not hasattr(flash._lazy_imports, "paged_attn"):
         flash._lazy_imports = _answer(flash)
     attend = forward.flash_attention_forward
@@ -69,7 +69,7 @@ def register(model: Any = None) -> None:
         modeling.AttentionInterface.register(PAGED_NAME, _paged_forward)
     functions, *_ = flash.lazy_import_flash_attention(NAME)
     if functions[1] is not flash_attn_varlen_func:
-        raise _missing("modeling_flash_attention_utils", "_lazy_imports as the look-up it was")
+        raise _missing("attention that is looked up by modeling_flash_attention_utils")
     if model is not None:
         _allow(model)
         model.set_attn_implementation(NAME)
@@ -77,25 +77,26 @@ def register(model: Any = None) -> None:
             raise _refused(model)
 
 
-def _module(name: str) -> Any:
+def _module(name: str, hooks: Sequence[str]) -> Any:
     """A module of transformers that has all that is needed of it."""
+    name = f"transformers.{name}"
     try:
-        module = importlib.import_module(f"transformers.{name}")
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name == "transformers":
-            raise
-        raise _missing(name, "itself") from error
-    for hook in HOOKS[name]:
+        if error.name == name:
+            raise _missing(name) from error
+        raise
+    for hook in hooks:
         if not hasattr(module, hook):
-            raise _missing(name, hook)
+            raise _missing(f"{name}.{hook}")
     return module
 
 
-def _missing(module: str, hook: str) -> ImportError:
+def _missing(what: str) -> ImportError:
     version = importlib.import_module("transformers").__version__
     return ImportError(
-        f"paged_attn.integrations.transformers: transformers must have {hook} in "
-        f"transformers.{module}, as versions 5.17 to 5.24 do, got transformers {version}"
+        f"paged_attn.integrations.transformers: transformers must have {what}, as versions 5.17 to "
+        f"5.24 have, got transformers {version}"
     )
 
 
