@@ -157,8 +157,11 @@ def build_flash(
 def rotated(
     x: Tensor, options: dict[str, Any], positions: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """x [tokens, heads, D] in `dtype`, rotated by rotary_cos and rotary_sin if there are any."""
-    x = x.to(dtype)
+    """x [tokens, heads, D] turned by rotary_cos and rotary_sin if there are any.
+
+    Computed in `dtype`, then rounded to x's, which is what the cache holds; returned in `dtype`.
+    """
+    held, x = x.dtype, x.to(dtype)
     if "rotary_cos" not in options:
         return x
     cos, sin = (options[f"rotary_{name}"][list(positions)].to(dtype) for name in ("cos", "sin"))
@@ -170,7 +173,7 @@ def rotated(
     out = x.clone()
     out[..., first] = a * cos - b * sin
     out[..., second] = b * cos + a * sin
-    return out
+    return out.to(held).to(dtype)
 
 
 def attention(
@@ -316,7 +319,7 @@ def assert_as_documented(
 
 
 def assert_lse_near(lse: Tensor, expected: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
-    """Rotated q and k are rounded to their dtype, as plain PyTorch's are."""
+    """Rotated elements that lie half between two numbers may be rounded to either."""
     finite = expected.isfinite()
     assert torch.equal(lse[~finite].double(), expected[~finite])
     magnitude = expected.abs().clamp(min=1.0)

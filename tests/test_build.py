@@ -47,11 +47,8 @@ def test_setup_py_stays_short() -> None:
 
 
 def test_every_package_is_installed() -> None:
-    packages = {
-        ".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")
-    }
+    folders = {path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py")}
     listed = re.search(r"^packages = \[(.+)\]", (ROOT / "pyproject.toml").read_text(), re.M)
     assert listed
-    assert {name.strip(' "') for name in listed[1].split(",")} == {
-        ".".join(folder.parts) for folder in folders
-    }
+    names = {name.strip(' "') for name in listed[1].split(",")}
+    assert names == {".".join(folder.parts) for folder in folders}

@@ -52,18 +52,20 @@ def expect_none(op: str, why: str, **arguments: Any) -> None:
             raise bad(op, name, f"None {why}", value)
 
 
-def expect_int32(op: str, name: str, tensor: Any, like: Tensor, *sizes: int | None) -> Tensor:
-    """Returns `tensor` if it is int32, on like's device and of these sizes, None being any."""
+def expect_int32(
+    op: str, name: str, tensor: Any, like: Tensor, rows: int | None, dim: int = 1
+) -> Tensor:
+    """Returns `tensor` if it is int32, on like's device, of `dim` dims, the first being `rows`."""
     if (
-        not isinstance(tensor, Tensor)
-        or tensor.dtype != torch.int32
-        or tensor.device != like.device
-        or tensor.dim() != len(sizes)
-        or any(size is not None and tensor.shape[i] != size for i, size in enumerate(sizes))
+        isinstance(tensor, Tensor)
+        and tensor.dtype == torch.int32
+        and tensor.dim() == dim
+        and (rows is None or tensor.shape[0] == rows)
+        and tensor.device == like.device
     ):
-        shape = ", ".join("any" if size is None else str(size) for size in sizes)
-        raise bad(op, name, f"int32 [{shape}] on {like.device}", tensor)
-    return tensor
+        return tensor
+    shape = ", ".join(["any" if rows is None else str(rows), *["any"] * (dim - 1)])
+    raise bad(op, name, f"int32 [{shape}] on {like.device}", tensor)
 
 
 def count_sequences(op: str, q: Tensor, cu_seqlens_q: Tensor | None) -> int:
@@ -107,7 +109,8 @@ def visible_keys(
     if not (
         isinstance(window_size, (tuple, list))
         and len(window_size) == 2
-        and all(isinstance(size, int) for size in window_size)
+        and isinstance(window_size[0], int)
+        and isinstance(window_size[1], int)
     ):
         raise bad(op, "window_size", "a pair of integers (left, right)", window_size)
     left, right = window_size

@@ -292,7 +292,7 @@ def flash_attn_varlen_func(
     if cu_seqlens_k is not None:
         expect_int32(op, "cu_seqlens_k", cu_seqlens_k, q, num_sequences + 1)
     if block_table is not None:
-        expect_int32(op, "block_table", block_table, q, num_sequences, None)
+        expect_int32(op, "block_table", block_table, q, num_sequences, dim=2)
         pool, tables = (k, v), unit_stride(block_table)
     else:
         if cu_seqlens_k is None or max_seqlen_k is None:
@@ -347,7 +347,7 @@ def _block_tables(
         if block_table is not None:
             expect_none(op, "with block_table", page_table=page_table)
         expect_none(op, f"with {name}", cache_batch_idx=cache_batch_idx)
-        return unit_stride(expect_int32(op, name, table, q, num_sequences, None))
+        return unit_stride(expect_int32(op, name, table, q, num_sequences, dim=2))
     if cache_batch_idx is not None:
         return expect_int32(op, "cache_batch_idx", cache_batch_idx, q, num_sequences)[:, None]
     if num_sequences > k_cache.shape[0]:
