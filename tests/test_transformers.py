@@ -238,11 +238,14 @@ def test_a_transformers_without_a_module_is_refused(monkeypatch: pytest.MonkeyPa
         register()
 
 
-def test_a_transformers_that_looks_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_that_looks_elsewhere_is_refused(
+    draw: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(draw, "llama")
     answers = ((None, None, None, None, None), None)
     monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *args, **how: answers)
     with pytest.raises(ImportError, match=r"must have attention that is looked up by"):
-        register()
+        register(model)
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def register(model: Any = None) -> None:
     masking.AttentionMaskInterface.register(NAME, masking.flash_attention_mask)
     if "k_cache" not in inspect.signature(flash._flash_attention_forward).parameters:
         modeling.AttentionInterface.register(PAGED_NAME, _paged_forward)
-    functions, *_ = flash.lazy_import_flash_attention(NAME)
-    if functions[1] is not flash_attn_varlen_func:
-        raise _missing("attention that is looked up by modeling_flash_attention_utils")
     if model is not None:
+        functions, *_ = flash.lazy_import_flash_attention(NAME)
+        if functions[1] is not flash_attn_varlen_func:
+            raise _missing("attention that is looked up by modeling_flash_attention_utils")
         _allow(model)
         model.set_attn_implementation(NAME)
         if model.config.get_text_config()._attn_implementation != NAME:  # transformers only warns
