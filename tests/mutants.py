@@ -26,6 +26,7 @@ import mutants_cpu
 import mutants_cuda
 import mutants_flash
 import mutants_process
+import mutants_transformers
 from mutant import Mutant
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +34,7 @@ MUTANTS = [
     *mutants_cpu.KERNELS,
     *mutants_checks.CHECKS,
     *mutants_flash.CALLS,
+    *mutants_transformers.HOOKS,
     *mutants_cuda.KERNELS,
 ]
 BUILD_SECONDS, TEST_SECONDS = 1800, 180

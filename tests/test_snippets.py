@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from optional import need
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,10 +18,14 @@ SNIPPETS = [
 
 
 def test_there_are_snippets() -> None:
-    assert {"README.md", "flash_attn.md"} <= {snippet.values[0] for snippet in SNIPPETS}
+    assert {"README.md", "flash_attn.md", "transformers.md"} <= {
+        snippet.values[0] for snippet in SNIPPETS
+    }
 
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_snippet(page: str, snippet: str) -> None:
+    for package in re.findall(r"^from (transformers) import", snippet, re.M):
+        need(package)
     exec(compile(snippet, page, "exec"), {"__name__": page})  # fails by raising
     assert "paged_attn" in snippet
