@@ -23,10 +23,11 @@ from pathlib import Path
 import mutants_checks
 import mutants_cpu
 import mutants_cuda
+import mutants_vllm
 from mutant import Mutant
 
 ROOT = Path(__file__).parents[1]
-MUTANTS = [*mutants_cpu.KERNELS, *mutants_checks.CHECKS, *mutants_cuda.KERNELS]
+MUTANTS = [*mutants_cpu.KERNELS, *mutants_checks.CHECKS, *mutants_vllm.VLLM, *mutants_cuda.KERNELS]
 BUILD_SECONDS, TEST_SECONDS = 1800, 180
 CAUGHT = ("caught", "caught (crash)", "caught (time-out)")
 
