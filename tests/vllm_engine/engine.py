@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PREEMPTIONS = "vllm:num_preemptions"
+
 
 @dataclass
 class Job:
@@ -36,6 +38,7 @@ class Result:
     """Of each round, prompt tokens found in the prefix cache."""
     seconds: list[float]
     """Of each round."""
+    preemptions: int
     layers: list[dict[str, Any]]
     steps: list[dict[str, list[int]]]
     calls: dict[str, int]
@@ -49,7 +52,7 @@ def run(job: Job) -> Result:
         enforce_eager=True,
         seed=0,
         worker_extension_cls="probe.Probe",
-        disable_log_stats=True,
+        disable_log_stats=False,
         **job.options,
     )
     sampling = vllm.SamplingParams(
@@ -80,6 +83,9 @@ def run(job: Job) -> Result:
         ],
         cached=[sum(answer.num_cached_tokens or 0 for answer in round_) for round_ in rounds],
         seconds=seconds,
+        preemptions=sum(
+            metric.value for metric in engine.get_metrics() if metric.name == PREEMPTIONS
+        ),
         layers=layers,
         **seen,
     )
