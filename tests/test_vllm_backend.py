@@ -199,10 +199,15 @@ def test_what_is_not_served_is_refused(backend: types.ModuleType, draw: Draw) ->
         made.forward(layer, case.q, None, None, None, None, case.q, output_scale=torch.ones(1))
     builder = backend.PagedAttnBuilder(None, [], SPECULATED, torch.device("cpu"))
     nothing = torch.zeros(2, dtype=torch.int32)
-    for name, value in (("causal", False), ("causal", nothing), ("mm_req_doc_ranges", {0: [1]})):
+    refused = {"causal": [False, nothing], "mm_req_doc_ranges": [{0: [(1, 2)]}]}
+    refused["rswa_prefix_lens"] = [nothing]
+    for name, value in ((name, value) for name, values in refused.items() for value in values):
         step = vllm_stub.Step(nothing, nothing, nothing, nothing, 1, 1, 1, 1, **{name: value})
         with pytest.raises(NotImplementedError, match=name):
             builder.build(0, step)
+    table = nothing.reshape(1, 2)
+    text = vllm_stub.Step(nothing, nothing, nothing, table, 1, 1, 1, 1, mm_req_doc_ranges={})
+    assert builder.build(0, text).prefills is None
 
 
 def test_what_vllm_asks_before(backend: types.ModuleType) -> None:

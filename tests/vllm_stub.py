@@ -67,6 +67,7 @@ class Step:
     max_seq_len: int
     causal: Any = True
     mm_req_doc_ranges: Any = None
+    rswa_prefix_lens: Any = None
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **fa_utils: Any) -> Platform:

@@ -56,7 +56,8 @@ class PagedAttnBuilder(AttentionMetadataBuilder[_vllm_batch.Batch]):
         if common.causal is not True:
             raise NotImplementedError(f"{_NAME}: causal must be True, got {common.causal!r}")
         for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
-            if getattr(common, name, None):
+            given = getattr(common, name, None)
+            if given is not None and len(given):
                 raise NotImplementedError(f"{_NAME}: {name} must be None, got one")
         num_reqs = common.num_reqs
         return _vllm_batch.split(
