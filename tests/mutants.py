@@ -27,6 +27,7 @@ import mutants_cuda
 import mutants_flash
 import mutants_process
 import mutants_transformers
+import mutants_vllm
 from mutant import Mutant
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ MUTANTS = [
     *mutants_checks.CHECKS,
     *mutants_flash.CALLS,
     *mutants_transformers.HOOKS,
+    *mutants_vllm.VLLM,
     *mutants_cuda.KERNELS,
 ]
 BUILD_SECONDS, TEST_SECONDS = 1800, 180
