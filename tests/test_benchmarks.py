@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, decode, read_limit
+from benchmarks import cases, decode, read_limit, report
 from benchmarks.cases import Problem
 from benchmarks.harness import Call
 from benchmarks.peers import OURS
@@ -90,3 +90,8 @@ def test_reads_read_every_byte_once(layout: str, kv_heads: int) -> None:
     torch.cuda.synchronize()
     problem.pools[0].view(torch.int32)[0] += 1
     reads.check()
+
+
+def test_result_files_keep_every_value() -> None:
+    content = {"a": [1, {"b": None, "c": "x {y}  z"}], "d": {}, "e": [], "f": {"g": {"h": 0.1}}}
+    assert json.loads(report.as_text(content)) == content
