@@ -309,12 +309,26 @@ def default_path(kind: str, device: str) -> Path:
     return Path(__file__).parent / "results" / f"{kind}-{name}-{now}.json"
 
 
+def as_text(value: Any, indent: str = "") -> str:
+    """JSON with a line for each object that holds plain values only, a kernel's say."""
+    nested = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not any(isinstance(child, (dict, list)) for child in nested):
+        return json.dumps(value)
+    inner = indent + " "
+    if isinstance(value, list):
+        lines, ends = [as_text(child, inner) for child in value], "[]"
+    else:
+        lines = [f"{json.dumps(key)}: {as_text(child, inner)}" for key, child in value.items()]
+        ends = "{}"
+    return ends[0] + ",".join(f"\n{inner}{line}" for line in lines) + f"\n{indent}{ends[1]}"
+
+
 def leave(content: dict[str, Any], kind: str, options: argparse.Namespace) -> None:
     """Writes a run's result file and draws it, as the options say, and says where."""
     path = options.json or default_path(kind, options.device)
     if not options.no_json:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(as_text(content) + "\n")
         print(f"written: {path}", file=sys.stderr)
     if options.plots is not None:
         try:

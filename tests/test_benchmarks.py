@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, decode, read_limit, sweeps
+from benchmarks import cases, decode, read_limit, report, sweeps
 from benchmarks import problem as problem_module
 from benchmarks.arguments import parse_arguments
 from benchmarks.harness import Call
@@ -250,6 +250,11 @@ def test_reads_read_every_byte_once(layout: str, kv_heads: int) -> None:
     torch.cuda.synchronize()
     problem.pools[0].view(torch.int32)[0] += 1
     reads.check()
+
+
+def test_result_files_keep_every_value() -> None:
+    content = {"a": [1, {"b": None, "c": "x {y}  z"}], "d": {}, "e": [], "f": {"g": {"h": 0.1}}}
+    assert json.loads(report.as_text(content)) == content
 
 
 COMMANDS = re.findall(r"python -m benchmarks\.decode([^`\n#|]*)", DOCUMENTATION.read_text())

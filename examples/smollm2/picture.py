@@ -145,5 +145,5 @@ def _draw_legend(figure: Figure, requests: Sequence[Request], colours: dict[int,
     figure.legend(
         handles=[Patch(color=colours[i], label=f"{i}: {text}") for i, text in lengths.items()],
         title="prompt + new tokens", title_fontsize=9, alignment="left",
-        loc="outside right upper", frameon=False, fontsize=9, handlelength=1.2,
+        loc="outside right upper", frameon=False, fontsize=9, labelcolor=INK, handlelength=1.2,
     ).get_title().set_color(INK)  # fmt: skip
