@@ -26,7 +26,8 @@ def token_positions(
         return first[:, None] + step * tokens
     if first.shape[0] == 0:
         return tokens
-    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp(max=first.shape[0] - 1)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    sequence = sequence.clamp(0, first.shape[0] - 1)
     return first[sequence] + step * (tokens - cu_seqlens[sequence])
 
 

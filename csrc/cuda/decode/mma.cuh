@@ -195,22 +195,32 @@ struct TileMath<float, float, kHeadDim> {
                                             swizzle<kRowBytes>(row, chunk) * 16);
   }
 
-  static __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
-    return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
+  // A chain of sums for each place of a chunk: they round less than a single one, which for scores
+  // far apart costs the bits that lse is asked for.
+  static __device__ __forceinline__ void add_products(float4& sums, float4 a, float4 b) {
+    sums = make_float4(fmaf(a.x, b.x, sums.x), fmaf(a.y, b.y, sums.y), fmaf(a.z, b.z, sums.z),
+                       fmaf(a.w, b.w, sums.w));
+  }
+
+  static __device__ __forceinline__ float total(float4 sums) {
+    return (sums.x + sums.y) + (sums.z + sums.w);
   }
 
   static __device__ __forceinline__ float4 scores(const uint8_t* k_tile, const Query& query,
                                                   int head_dim, int lane) {
-    float4 s = make_float4(0, 0, 0, 0);
+    float4 sums[4] = {};
     const int row = 2 * (lane & 3);
 #pragma unroll 2
     for (int chunk = 0; chunk < head_dim / 4; ++chunk) {
       const float4 k0 = load(k_tile, lane >> 2, chunk);
       const float4 k1 = load(k_tile, (lane >> 2) + 8, chunk);
       const float4 q0 = load(query.tile, row, chunk), q1 = load(query.tile, row + 1, chunk);
-      s = make_float4(dot(k0, q0, s.x), dot(k0, q1, s.y), dot(k1, q0, s.z), dot(k1, q1, s.w));
+      add_products(sums[0], k0, q0);
+      add_products(sums[1], k0, q1);
+      add_products(sums[2], k1, q0);
+      add_products(sums[3], k1, q1);
     }
-    return s;
+    return make_float4(total(sums[0]), total(sums[1]), total(sums[2]), total(sums[3]));
   }
 
   static __device__ __forceinline__ float4 accumulate(float4 (&out)[kFragments],
