@@ -14,8 +14,17 @@ LENS = [5000, 17, 0, 100, 1, 64, 1300, *[600] * 20]
 QUERIES: list[Any] = [None, 3, [2, 1, 0, 4, 1, 40, 3, *[1, 2] * 10]]
 
 
+# On CUDA two token lanes share the second's heads in this batch, and all of them a sequence alone.
+@pytest.fixture(params=[(6, 2), (8, 8)], ids=["heads0", "heads1"])
+def heads(request: pytest.FixtureRequest) -> tuple[int, int]:
+    pair: tuple[int, int] = request.param
+    return pair
+
+
 @pytest.fixture(params=OPTION_SETS)
-def case(draw: Draw, device: str, query_len: Any, request: pytest.FixtureRequest) -> Case:
+def case(
+    draw: Draw, device: str, query_len: Any, heads: tuple[int, int], request: pytest.FixtureRequest
+) -> Case:
     """A batch under each set of options, with batch_invariant."""
     dtype = draw.rng.choice(DTYPES)
     options = option_set(request.param, dtype)
@@ -25,7 +34,8 @@ def case(draw: Draw, device: str, query_len: Any, request: pytest.FixtureRequest
         draw,
         LENS,
         query_len=query_len,
-        num_heads=6,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
         dtype=dtype,
         outside_rows=(2, 3),
         batch_invariant=True,

@@ -40,6 +40,9 @@ class Config(NamedTuple):
     unit_cost: int
     line_shift: int
     max_chunks: int
+    leaves: int
+    fewest_leaf_tiles: int
+    has_leaf_buffers: bool
     shared_bytes: int
 
 
@@ -181,12 +184,17 @@ def test_what_decides_a_sequences_bits_does_not_depend_on_the_batch() -> None:
                 cache_bytes=cache_bytes,
                 batch_invariant=True,
                 table_tokens=table_tokens,
-            )._replace(line_shift=0)
+            )
             for batch in BATCHES
             for query_len in [1, 2, 9]
             for table_tokens in [100, 2**20]
         }
-        assert len(chosen) == 1
+        # Who computes what may depend on it: all rings the same head's tokens, or two.
+        assert {config.token_lanes for config in chosen} <= {config.rings for config in chosen} | {
+            2
+        }
+        who = dict.fromkeys(("line_shift", "head_lanes", "token_lanes", "min_tiles"), 0)
+        assert len({config._replace(**who) for config in chosen}) == 1
 
 
 def test_ragged_rows_are_guessed_from_what_is_known() -> None:

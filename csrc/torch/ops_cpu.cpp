@@ -72,8 +72,9 @@ std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, b
   params.max_blocks = table_tokens;
   const cuda::DecodeConfig c = cuda::choose_decode_config(
       params, {static_cast<int>(num_sms), static_cast<int>(shared_memory), true, 0});
-  return {c.head_dim, c.rings,     c.row_tiles, c.stages,     c.head_lanes, c.token_lanes,
-          c.grid,     c.min_tiles, c.unit_cost, c.line_shift, c.max_chunks, c.shared_bytes};
+  return {c.head_dim,    c.rings,  c.row_tiles,         c.stages,           c.head_lanes,
+          c.token_lanes, c.grid,   c.min_tiles,         c.unit_cost,        c.line_shift,
+          c.max_chunks,  c.leaves, c.fewest_leaf_tiles, c.has_leaf_buffers, c.shared_bytes};
 }
 
 }  // namespace

@@ -8,6 +8,15 @@
 
 namespace paged_attn::cuda {
 
+// The same pointer, which the compiler then keeps in registers. Otherwise it loads the pointer's
+// base from the params again behind each condition that a load through it has, one after the other,
+// before the first of the loads.
+template <typename T>
+__device__ __forceinline__ T* in_registers(T* pointer) {
+  asm("" : "+l"(pointer));
+  return pointer;
+}
+
 // A unit that this block shares with others.
 struct CutUnit {
   Segment segment;
@@ -16,7 +25,7 @@ struct CutUnit {
   int all_chunks;
 };
 
-template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles>
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, bool kPlain>
 class Combiner {
  public:
   using Math = TileMath<T, C, kHeadDim>;
@@ -48,14 +57,22 @@ class Combiner {
         row_tile_(row_tile),
         lane_(lane) {}
 
-  // Takes in the states of a segment, one of each warp of the head lane; the first `lanes_used`
-  // token lanes have one. `held_slot`: a slot of this warp's ring that it may write to. Ends with a
-  // barrier of the head lane if it took more than one token lane.
-  __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
-                                         int held_slot, const Target& target) {
+  // Batch-invariant: takes in the state of a leaf that more of this warp's follow in the chunk.
+  __device__ __forceinline__ void keep_leaf(const State& state) {
+    keep(state, leaf_buffer(token_lane_));
+    has_leaves_ = true;
+  }
+
+  // Takes in the states of a segment, one of each warp of the head lane that has tiles of it.
+  // `held_slot`: a slot of this warp's ring that it may write to, unless there are leaf buffers.
+  // Ends with a barrier of the head lane if there was more than one sum.
+  __device__ __forceinline__ void finish(const State& state, const RowTile& rows,
+                                         const LaneTiles& lane_tiles, int held_slot,
+                                         const Target& target) {
+    const int lanes_used = lane_tiles.lanes_used;
     // Folding takes registers that there are none of beside the state: it is left to the merge
     // below unless the kernel has none.
-    if (lanes_used <= 1 && (kRings == 1 || !target.fold())) {
+    if (lane_tiles.is_one_sum && (kRings == 1 || !folds(target))) {
       if (token_lane_ != 0) return;
       RowStats stats = state.stats;
       Fold fold;
@@ -68,7 +85,7 @@ class Combiner {
       for (int i = 0; i < kFragments; ++i) {
         float4 out = state.out[i];
         if constexpr (kRings == 1) {
-          if (target.fold()) out = fold(results_.load_output(rows, target.part(), i), out);
+          if (folds(target)) out = fold(results_.load_output(rows, target.part(), i), out);
         }
         results_.emit(to, i, out);
       }
@@ -76,49 +93,19 @@ class Combiner {
       return;
     }
     if (token_lane_ < lanes_used) {
-      float4* out = slot_of(ring_index(token_lane_), held_slot) + row_tile_ * kFragments * 32;
-#pragma unroll
-      for (int i = 0; i < kFragments; ++i) out[i * 32 + lane_] = state.out[i];
-      if (lane_ < 4) shared_.states[warp_index(token_lane_)][lane_] = state.stats;
       if (lane_ == 0 && row_tile_ == 0) {
         shared_.held_slots[ring_index(token_lane_)] = held_slot;
       }
+      keep(state, params_.has_leaf_buffers ? leaf_buffer(token_lane_)
+                                           : state_in(ring_index(token_lane_), held_slot));
+      has_leaves_ = false;
     }
     group_barrier_.wait();
-    // Lane l looks after token lane l / 4: its factor, and where its state lies.
-    const int mine = lane_ >> 2;
-    RowStats of_lane[1];
-    float2 factor[1];
-    of_lane[0].clear();
-    int offset = 0;
-    if (mine < lanes_used) {
-      of_lane[0] = shared_.states[warp_index(mine)][lane_ & 3];
-      offset = ring_index(mine) * ring_bytes_ + shared_.held_slots[ring_index(mine)] * kSlotBytes +
-               row_tile_ * kFragments * 512;
+    if (params_.max_chunks > 0) {
+      finish_chunk(rows, lanes_used, target);
+    } else {
+      merge_lanes(rows, lanes_used, target);
     }
-    RowStats stats;
-    stats.clear();
-    stats.max = max_over_tokens(of_lane[0].max);
-    stats.add(of_lane, factor, params_.scale_log2);
-    const Fold fold = fold_into(target, stats);
-    const auto to = results_.destination(rows, stats, target);
-#pragma unroll 1
-    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
-      float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll
-      for (int t = 0; t < kRings; ++t) {
-        const float2 f = shuffle(factor[0], t * 4 + (lane_ & 3));
-        const uint8_t* out = rings_ + __shfl_sync(~0u, offset, t * 4);
-        if (t < lanes_used) {
-          add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
-        }
-      }
-      if (target.fold()) total = fold(results_.load_output(rows, target.part(), i), total);
-      results_.emit(to, i, total);
-    }
-    // Until all have read what the part held.
-    if (target.fold()) group_barrier_.wait();
-    if (token_lane_ == 0) results_.emit_stats(rows, stats, target);
     group_barrier_.wait();
   }
 
@@ -196,8 +183,108 @@ class Combiner {
   }
 
  private:
+  // Leaves a warp's state where the others of its head lane find it, added to what they find there
+  // already.
+  __device__ __forceinline__ void keep(const State& state, float4* out) const {
+    RowStats& kept = shared_.states[warp_index(token_lane_)][lane_ & 3];
+    RowStats stats = state.stats;
+    Fold fold;
+    const bool adds = can_keep_leaves(kHeadDim) && has_leaves_;
+    if (adds) {
+      RowStats before = kept;
+      fold = Fold(before, stats, params_.scale_log2);
+      stats = before;
+      __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) {
+      out[i * 32 + lane_] = adds ? fold(out[i * 32 + lane_], state.out[i]) : state.out[i];
+    }
+    if (lane_ < 4) kept = stats;
+    __syncwarp();
+  }
+
+  // Adds up the token lanes' states, by fragments.
+  __device__ __forceinline__ void merge_lanes(const RowTile& rows, int lanes_used,
+                                              const Target& target) const {
+    // Lane l looks after token lane l / 4: its factor, and where its state lies.
+    const int mine = lane_ >> 2;
+    RowStats of_lane[1];
+    float2 factor[1];
+    of_lane[0].clear();
+    int offset = 0;
+    if (mine < lanes_used) {
+      of_lane[0] = shared_.states[warp_index(mine)][lane_ & 3];
+      offset = static_cast<int>(reinterpret_cast<const uint8_t*>(held_state(mine)) - rings_);
+    }
+    RowStats stats;
+    stats.clear();
+    stats.max = max_over_tokens(of_lane[0].max);
+    stats.add(of_lane, factor, params_.scale_log2);
+    const auto to = results_.destination(rows, stats, target);
+#pragma unroll 1
+    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
+      float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int t = 0; t < kRings; ++t) {
+        const float2 f = shuffle(factor[0], t * 4 + (lane_ & 3));
+        const uint8_t* out = rings_ + __shfl_sync(~0u, offset, t * 4);
+        if (t < lanes_used) {
+          add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
+        }
+      }
+      results_.emit(to, i, total);
+    }
+    if (token_lane_ == 0) results_.emit_stats(rows, stats, target);
+  }
+
+  // Batch-invariant: the leaves of a chunk and what the target holds already. However many token
+  // lanes share the leaves, the sums are those of its first half one after another and those of its
+  // second, and then these two.
+  __device__ __forceinline__ void finish_chunk(const RowTile& rows, int lanes_used,
+                                               const Target& target) {
+    const auto fold_lanes = [&](int fragment, int begin, int end, RowStats& stats) {
+      const auto state = [&](int t) { return shared_.states[warp_index(t)][lane_ & 3]; };
+      const auto output = [&](int t) {
+        return (params_.has_leaf_buffers ? leaf_buffer(t) : held_state(t))[fragment * 32 + lane_];
+      };
+      stats = state(begin);
+      float4 total = output(begin);
+#pragma unroll 1
+      for (int t = begin + 1; t < end; ++t) {
+        total = Fold(stats, state(t), params_.scale_log2)(total, output(t));
+      }
+      return total;
+    };
+    const auto fold_leaves = [&](int fragment, RowStats& stats) {
+      const int half = (params_.token_lanes + 1) / 2;
+      float4 total = fold_lanes(fragment, 0, min(half, lanes_used), stats);
+      if (lanes_used > half) {
+        RowStats more;
+        const float4 second = fold_lanes(fragment, half, lanes_used, more);
+        total = Fold(stats, more, params_.scale_log2)(total, second);
+      }
+      return total;
+    };
+    RowStats stats;
+    fold_leaves(0, stats);
+    const Fold fold = fold_into(target, stats);
+    const auto to = results_.destination(rows, stats, target);
+#pragma unroll 1
+    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
+      RowStats leaves;
+      float4 total = fold_leaves(i, leaves);
+      if (target.fold()) total = fold(results_.load_output(rows, target.part(), i), total);
+      results_.emit(to, i, total);
+    }
+    // Until all have read what the part held.
+    if (target.fold()) group_barrier_.wait();
+    if (token_lane_ == 0) results_.emit_stats(rows, stats, target);
+  }
+
   // Batch-invariant: the first block's chunks, which it has folded, then the others one by one.
   __device__ __forceinline__ void fold_chunks(const CutUnit& cut, const RowTile& rows) const {
+    constexpr int kRound = 8;
     const int first_block = cut.blocks[0];
     const int prefix =
         __ldcg(params_.prefix_chunks + first_block * params_.head_lanes + head_lane_);
@@ -206,17 +293,17 @@ class Combiner {
       RowStats stats = results_.load_stats(chunk_part_of(first_block, 0));
       float4 total = results_.load_output(rows, chunk_part_of(first_block, 0), i);
 #pragma unroll 1
-      for (int begin = prefix; begin < cut.all_chunks; begin += 4) {
-        RowStats each[4];
-        float4 outs[4];
+      for (int begin = prefix; begin < cut.all_chunks; begin += kRound) {
+        RowStats each[kRound];
+        float4 outs[kRound];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < kRound; ++k) {
           const int part = chunk_part_of(first_block, min(begin + k, cut.all_chunks - 1));
           each[k] = results_.load_stats(part);
           outs[k] = results_.load_output(rows, part, i);
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < kRound; ++k) {
           if (begin + k < cut.all_chunks) {
             total = Fold(stats, each[k], params_.scale_log2)(total, outs[k]);
           }
@@ -227,9 +314,14 @@ class Combiner {
     }
   }
 
+  // Only chunks are folded, of which a plain call has none.
+  __device__ __forceinline__ static bool folds(const Target& target) {
+    return !kPlain && target.fold();
+  }
+
   // Adds what the target holds to `stats`, if it does.
   __device__ __forceinline__ Fold fold_into(const Target& target, RowStats& stats) const {
-    if (!target.fold()) return {};
+    if (!folds(target)) return {};
     RowStats before = results_.load_stats(target.part());
     const Fold fold(before, stats, params_.scale_log2);
     stats = before;
@@ -246,6 +338,8 @@ class Combiner {
       const int left = has_rows ? own_fragments() - done : 0;
       RowState<kEach> total;
       total.clear();
+      const float4* const outputs =
+          in_registers(params_.partial_outputs + (first_fragment() + done) * 32 + lane_);
 #pragma unroll 1
       for (int first = cut.blocks[0]; first <= cut.blocks[1]; first += kRound) {
         const int count = min(kRound, cut.blocks[1] - first + 1);
@@ -270,8 +364,7 @@ class Combiner {
 #pragma unroll
           for (int i = 0; i < kPartsALoad; ++i) {
             const int part = place + (begin + i) * step + (i == 0 && begin == 0 ? begins_here : 0);
-            const float4* from = params_.partial_outputs +
-                                 (part * kFragments + first_fragment() + done) * 32 + lane_;
+            const float4* from = in_registers(outputs + part * kFragments * 32);
 #pragma unroll
             for (int k = 0; k < kEach; ++k) {
               loaded[i][k] = make_float4(0, 0, 0, 0);
@@ -331,8 +424,20 @@ class Combiner {
   __device__ __forceinline__ int warp_index(int token_lane) const {
     return ring_index(token_lane) * kRowTiles + row_tile_;
   }
-  __device__ __forceinline__ float4* slot_of(int ring, int slot) const {
-    return reinterpret_cast<float4*>(rings_ + ring * ring_bytes_ + slot * kSlotBytes);
+  // Where token lanes' states lie: in the slots that their rings hold, or behind all that else is
+  // in shared memory.
+  __device__ __forceinline__ float4* state_in(int ring, int slot) const {
+    return reinterpret_cast<float4*>(rings_ + ring * ring_bytes_ + slot * kSlotBytes) +
+           row_tile_ * kFragments * 32;
+  }
+  __device__ __forceinline__ float4* held_state(int token_lane) const {
+    const int ring = ring_index(token_lane);
+    return state_in(ring, shared_.held_slots[ring]);
+  }
+  __device__ __forceinline__ float4* leaf_buffer(int token_lane) const {
+    return reinterpret_cast<float4*>(rings_ + kRings * ring_bytes_ +
+                                     merge_bytes(kRings, kRowTiles)) +
+           warp_index(token_lane) * kFragments * 32;
   }
 
   const DeviceParams& params_;
@@ -342,7 +447,8 @@ class Combiner {
   Shared& shared_;
   GroupBarrier group_barrier_;
   int head_lane_, token_lane_, row_tile_, lane_;
-  int cut_ends_ = 0;  // bit 0: the share begins within a unit; bit 1: it ends within one
+  int cut_ends_ = 0;         // bit 0: the share begins within a unit; bit 1: it ends within one
+  bool has_leaves_ = false;  // of the chunk in work, in this warp's leaf buffer
 };
 
 }  // namespace paged_attn::cuda

@@ -34,11 +34,14 @@ struct DecodeConfig {
   int head_lanes;
   int token_lanes;
   int grid;
-  int min_tiles;     // a block with fewer tiles than this is not worth its merge
-  int unit_cost;     // tiles whose time a unit takes besides its own
-  int line_shift;    // see schedule.cuh
-  int max_chunks;    // batch-invariant: a unit is cut into at most so many; else 0
-  int shared_bytes;  // of ring buffers and what surrounds them
+  int min_tiles;   // a block with fewer tiles than this is not worth its merge
+  int unit_cost;   // tiles whose time a unit takes besides its own
+  int line_shift;  // see schedule.cuh
+  int max_chunks;  // batch-invariant: a unit is cut into at most so many; else 0
+  int leaves;      // of a chunk
+  int fewest_leaf_tiles;
+  bool has_leaf_buffers;  // see leaf_buffer_bytes
+  int shared_bytes;       // of ring buffers and what surrounds them
 
   int threads() const { return 32 * rings * row_tiles; }
 };
@@ -93,13 +96,20 @@ constexpr int slot_bytes(int head_dim, int element_bytes, int cache_bytes, int r
   return (2 * kTileTokens * cache_bytes + row_tiles * kTileRows * element_bytes) * head_dim;
 }
 
-// Rings, and behind them what the merges keep: states of each warp, a slot and cut units of each
-// ring. This is what a launch asks for; the kernel has a little of its own besides.
+// What the merges keep: states of each warp, a slot and cut units of each ring.
+constexpr int merge_bytes(int rings, int row_tiles) { return rings * (row_tiles * 96 + 160) + 32; }
+
+// Rings, and behind them what the merges keep. This is what a launch asks for; the kernel has a
+// little of its own besides.
 constexpr int shared_bytes(const KernelShape& shape) {
-  return shape.rings * (shape.stages * slot_bytes(shape.head_dim, shape.element_bytes,
-                                                  shape.cache_bytes, shape.row_tiles) +
-                        shape.row_tiles * 96 + 160) +
-         32;
+  return shape.rings * shape.stages *
+             slot_bytes(shape.head_dim, shape.element_bytes, shape.cache_bytes, shape.row_tiles) +
+         merge_bytes(shape.rings, shape.row_tiles);
+}
+
+// Batch-invariant and if there is room: sums of each warp behind all that.
+constexpr int leaf_buffer_bytes(const KernelShape& shape) {
+  return shape.rings * shape.row_tiles * shape.head_dim * kTileRows * 4;
 }
 
 constexpr int own_shared_bytes(const KernelShape& shape) {
@@ -121,6 +131,29 @@ inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads
     if (few_idle && (many_sequences || batch_size * groups >= enough_segments)) return lanes;
   }
   return 1;
+}
+
+// Batch-invariant: whether a warp has the registers to add up several leaves.
+constexpr bool can_keep_leaves(int head_dim) { return head_dim <= 128; }
+
+// Batch-invariant: how sums are divided, from what the batch does not change. Of the batch's size
+// depends only whether all rings share a head's tokens or pairs of them do, which gives the same
+// bits: a chunk has a leaf for each ring, and a warp of a pair adds up half of them.
+inline void choose_chunks(DecodeConfig& config, const DecodeParams& p, const DeviceLimits& limits) {
+  const int pairs = config.rings / 2;
+  const bool can_pair = can_keep_leaves(config.head_dim) && config.has_leaf_buffers && pairs > 1 &&
+                        p.num_kv_heads * 4 >= (p.num_kv_heads + pairs - 1) / pairs * pairs * 3;
+  config.head_lanes = can_pair && config.head_lanes >= pairs ? pairs : 1;
+  config.leaves = config.rings;
+  // The fewest tiles that are worth a merge of all rings.
+  config.fewest_leaf_tiles = can_pair ? 1 : std::max(32 / config.rings, 1);
+  // So many chunks that a sequence alone fills the card, as far as scratch has room.
+  constexpr int64_t kMostBytes = 60 << 20;
+  const int64_t part_bytes =
+      (can_pair ? pairs : 1) * config.row_tiles * (config.head_dim * kTileRows * 4 + 96);
+  const int64_t room = kMostBytes / (limits.num_sms * part_bytes) - 2;
+  config.max_chunks = static_cast<int>(
+      std::clamp<int64_t>(limits.num_sms / p.num_kv_heads, 8, std::min<int64_t>(room, 64)));
 }
 
 // No rings: the device's blocks have too little shared memory for any kernel.
@@ -152,11 +185,17 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
     config.row_tiles = shape.row_tiles;
     config.stages = shape.stages;
     config.shared_bytes = shared_bytes(shape);
+    if (p.batch_invariant &&
+        shared_bytes(shape) + leaf_buffer_bytes(shape) + own_shared_bytes(shape) <=
+            limits.shared_memory_per_block) {
+      config.has_leaf_buffers = true;
+      config.shared_bytes += leaf_buffer_bytes(shape);
+    }
   }
   if (config.rings == 0) return config;
   config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads,
                                         p.head_dim * cache_bytes, limits.num_sms);
-  if (p.batch_invariant) config.head_lanes = 1;
+  if (p.batch_invariant) choose_chunks(config, p, limits);
   config.token_lanes = config.rings / config.head_lanes;
 
   // Where segments are fewer than blocks, equal ones are cut into equal whole parts.
@@ -172,16 +211,8 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   config.unit_cost = segments * 2 >= config.grid ? std::min(2 + 2 * config.token_lanes, 8) : 0;
 
   if (p.batch_invariant) {
-    // As many chunks as scratch has room for, so that one sequence's can fill the card.
-    constexpr int64_t kMostBytes = 48 << 20;
-    const int64_t part_bytes = config.row_tiles * (config.head_dim * 32 + 96);
     config.grid = limits.num_sms;
     config.unit_cost = 0;
-    config.max_chunks = 64;
-    while (config.max_chunks > 8 &&
-           limits.num_sms * (config.max_chunks + 2) * part_bytes > kMostBytes) {
-      config.max_chunks /= 2;
-    }
   }
 
   // The longest that the line can be: every unit as long as the table is wide.

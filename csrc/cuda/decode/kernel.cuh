@@ -15,7 +15,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   constexpr int kRowsAPass = kTileRows * kRowTiles;
   using Math = TileMath<T, C, kHeadDim>;
   using Stream = TileStream<T, C, kHeadDim, kRowTiles, kThreads, kPlain>;
-  using Combine = Combiner<T, C, kHeadDim, kRings, kRowTiles>;
+  using Combine = Combiner<T, C, kHeadDim, kRings, kRowTiles, kPlain>;
   constexpr int kRingBytes = kStages * Stream::kSlotBytes;
 
   extern __shared__ __align__(128) uint8_t shared[];
@@ -56,10 +56,10 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   RowTile rows;
   typename Combine::State state;
   // Of the segment in work:
-  int lanes_used = 0;          // token lanes that have a part of it
   Target target;               // where its result goes
   bool is_new = false;         // its query is yet to be taken from the ring
-  int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last
+  int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last; 0: no segment
+  int end_leaf = 0;            // past the last tile of its leaf
   int limit[2] = {};           // this lane's rows see keys before these
   float factor = 0;            // of its scores
   bool poisoned = false;       // the sequence has a block id outside the pool
@@ -90,12 +90,13 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
       float4 s = Math::scores(k_tile, query, static_cast<int>(params.decode.head_dim), lane);
       s = make_float4(s.x * factor, s.y * factor, s.z * factor, s.w * factor);
       if (params.has_transforms) s = transform_scores(params, rows, limit, tile, s, lane);
-      const bool masked = tile >= min(limit[0], limit[1]) >> kTileShift ||
-                          tile << kTileShift < max(limit[0], limit[1]) - params.window;
+      bool masked = tile >= min(limit[0], limit[1]) >> kTileShift;
+      // A limit minus kAllKeys is not above any key, which the compiler cannot know.
+      if (!kPlain && tile << kTileShift < max(limit[0], limit[1]) - params.window) masked = true;
       if (masked) {
         const int token = tile * kTileTokens + (lane >> 2);
         const auto sees = [&](int key, int row) {
-          return key < limit[row] && key >= limit[row] - params.window;
+          return key < limit[row] && (kPlain || key >= limit[row] - params.window);
         };
         if (!sees(token, 0)) s.x = -INFINITY;
         if (!sees(token, 1)) s.y = -INFINITY;
@@ -113,13 +114,18 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
       state.add_exact(weights);
       state.add_rounded(Math::accumulate(state.out, k_tile + Stream::kTileBytes, weights, lane));
       ring_barrier();
-      tile += params.token_lanes;
-      if (tile >= end_tile) state.reduce();
-      if (params.token_lanes == 1 || tile < end_tile) {
-        free_slots = 1;
-      } else {
-        holds_slot = true;
+      tile += params.tile_step;
+      const bool is_last = tile >= end_tile;
+      if (is_last) {
+        state.reduce();
+      } else if (can_keep_leaves(kHeadDim) && params.max_chunks > 0 && tile == end_leaf) {
+        state.reduce();
+        combine.keep_leaf(state);
+        state.clear();
+        end_leaf += leaf_tiles_of(params, cursor.segment().sequence);
       }
+      holds_slot = is_last && params.token_lanes > 1 && !params.has_leaf_buffers;
+      free_slots = !holds_slot;
       slot = slot + 1 == kStages ? 0 : slot + 1;
       continue;
     }
@@ -127,8 +133,9 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
     // The segment in work is complete.
     if (poisoned) state.poison();
     poisoned = false;
-    if (lanes_used > 0) {
-      combine.finish(state, rows, lanes_used, slot == 0 ? kStages - 1 : slot - 1, target);
+    if (end_tile > 0) {
+      combine.finish(state, rows, LaneTiles(params, cursor.segment(), token_lane),
+                     slot == 0 ? kStages - 1 : slot - 1, target);
     }
     free_slots = holds_slot;
     holds_slot = false;
@@ -136,17 +143,18 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
     if (!cursor.advance(params)) break;
     const Segment& segment = cursor.segment();
     rows = RowTile(params, segment, head_lane, row_tile, kRowsAPass);
-    is_new = true;
-    lanes_used = min(params.token_lanes, segment.end - segment.first);
-    tile = segment.first + token_lane;
-    end_tile = segment.end;
-    if (rows.kv_head >= params.decode.num_kv_heads) lanes_used = end_tile = 0;  // a spare lane
+    is_new = segment.enters_unit();
+    const LaneTiles lane_tiles(params, segment, token_lane);
+    tile = lane_tiles.first;
+    end_tile = lane_tiles.end;
+    end_leaf = tile + lane_tiles.leaf_tiles;
+    if (rows.kv_head >= params.decode.num_kv_heads) end_tile = 0;  // a spare lane
     limit[0] = max(rows.limit(params, segment.sequence, 2 * (lane & 3)), 0);
     limit[1] = max(rows.limit(params, segment.sequence, 2 * (lane & 3) + 1), 0);
     factor = score_factor(params, rows.kv_head);
     state.clear();
     target =
-        segment.is_whole(params) || lanes_used == 0 ? Target{} : combine.begin_part(share, segment);
+        segment.is_whole(params) || end_tile == 0 ? Target{} : combine.begin_part(share, segment);
   }
 
   wait_copies<0>();

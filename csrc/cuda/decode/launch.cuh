@@ -1,6 +1,7 @@
 // Host side of one kernel shape.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "../dependent_launch.cuh"
@@ -17,7 +18,7 @@ template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int k
 cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config,
                           const DeviceLimits& limits, cudaStream_t stream) {
   constexpr KernelShape kShape = {kHeadDim, sizeof(T), sizeof(C), kRings, kRowTiles, kStages};
-  static_assert(sizeof(typename Combiner<T, C, kHeadDim, kRings, kRowTiles>::Shared) +
+  static_assert(sizeof(typename Combiner<T, C, kHeadDim, kRings, kRowTiles, true>::Shared) +
                     kRings * kStages * slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles) <=
                 shared_bytes(kShape));
   const auto launch = [&](auto plain) {
@@ -25,7 +26,9 @@ cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config
         decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, decltype(plain)::value>;
     const cudaError_t error =
         set_attribute_once<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(
-            shared_bytes(kShape), limits);
+            std::min(shared_bytes(kShape) + leaf_buffer_bytes(kShape),
+                     limits.shared_memory_per_block - own_shared_bytes(kShape)),
+            limits);
     if (error != cudaSuccess) return error;
     return launch_early(kKernel, static_cast<unsigned>(config.grid), config.threads(),
                         config.shared_bytes, params, limits, stream);

@@ -44,14 +44,17 @@ __device__ __forceinline__ int steps_of(const DeviceParams& params, const Sequen
              : params.unit_cost + ((tiles + (1 << params.line_shift) - 1) >> params.line_shift);
 }
 
-// Batch-invariant: units are cut at multiples of so many tiles only, which depends on nothing but
-// the sequence itself, and sums of a chunk's tiles are never split.
+// Batch-invariant: what is summed up one by one are leaves of so many tiles, which depends on
+// nothing but the sequence itself.
+__device__ __forceinline__ int leaf_tiles_of(const DeviceParams& params, const Sequence& sequence) {
+  const int leaves = params.max_chunks * params.leaves;
+  return max((tiles_of(params, sequence) + leaves - 1) / leaves, params.fewest_leaf_tiles);
+}
+
+// Units are cut between chunks of params.leaves leaves only.
 __device__ __forceinline__ int chunk_tiles_of(const DeviceParams& params,
                                               const Sequence& sequence) {
-  constexpr int kFewest = 32;
-  const int tiles =
-      max((tiles_of(params, sequence) + params.max_chunks - 1) / params.max_chunks, kFewest);
-  return (tiles + params.token_lanes - 1) & -params.token_lanes;
+  return leaf_tiles_of(params, sequence) * params.leaves;
 }
 
 template <int kRowsAPass>
@@ -146,6 +149,39 @@ struct Segment {
 
   __device__ __forceinline__ bool is_whole(const DeviceParams& params) const {
     return first == first_tile_of(params, sequence) && end == end_tile_of(sequence);
+  }
+
+  // Whether it is the first that the share holds of the unit.
+  __device__ __forceinline__ bool enters_unit() const { return first == unit_first; }
+};
+
+// A token lane's tiles of a segment, params.tile_step apart: every token_lanes-th or,
+// batch-invariant, some leaves.
+struct LaneTiles {
+  int first;
+  int end;
+  int leaf_tiles;   // 0: not in leaves
+  int lanes_used;   // so many token lanes have tiles
+  bool is_one_sum;  // all tiles of the segment are in one lane's and one leaf
+
+  LaneTiles() = default;
+  __device__ __forceinline__ LaneTiles(const DeviceParams& params, const Segment& segment,
+                                       int token_lane) {
+    const int tiles = segment.end - segment.first;
+    if (params.max_chunks == 0) {
+      leaf_tiles = 0;
+      first = segment.first + token_lane;
+      end = segment.end;
+      lanes_used = min(params.token_lanes, tiles);
+      is_one_sum = lanes_used == 1;
+    } else {
+      leaf_tiles = leaf_tiles_of(params, segment.sequence);
+      const int each = leaf_tiles * params.leaves >> params.token_lanes_shift;
+      first = segment.first + token_lane * each;
+      end = min(first + each, segment.end);
+      lanes_used = (tiles + each - 1) / each;
+      is_one_sum = tiles <= leaf_tiles;
+    }
   }
 };
 

@@ -81,14 +81,14 @@ class TileStream {
     while (current_.tiles == 0 && !(ended_ && next_.tiles == 0)) {
       current_ = next_;
       taken_ = 0;
+      first_new_tile_ = params_.num_new_keys > 0
+                            ? (current_.context_len - params_.num_new_keys) >> kTileShift
+                            : 0x7fffffff;
       load_batch(next_);
       check_batch();
     }
     if (current_.tiles > 0) {
-      if (params_.num_new_keys > 0 &&
-          current_.tile >= (current_.context_len - params_.num_new_keys) >> kTileShift) {
-        wait_for_kernel_before();
-      }
+      if (current_.tile >= first_new_tile_) wait_for_kernel_before();
       const uint32_t shared = ring_ + slot * kSlotBytes;
       if (current_.has_query && (taken_ == 0 || !kQueryInRegisters)) {
         copy_query(shared + query_offset(row_tile_));
@@ -99,7 +99,7 @@ class TileStream {
         copy_tile_of_one_block(shared);
       }
       bad_slots_ = (bad_slots_ & ~(1u << slot)) | (static_cast<unsigned>(current_bad_) << slot);
-      current_.tile += params_.token_lanes;
+      current_.tile += params_.tile_step;
       ++taken_;
       --current_.tiles;
     }
@@ -113,7 +113,7 @@ class TileStream {
   // Some of one segment's tiles and the block ids that they need: lane i holds that of the i-th run
   // of tokens. Ids are fetched two batches ahead of the copies, all at once.
   struct Batch {
-    int tiles = 0;  // how many, token_lanes apart from `tile` on
+    int tiles = 0;  // how many, tile_step apart from `tile` on
     int tile;
     int context_len;
     int kv_head;
@@ -225,25 +225,25 @@ class TileStream {
         return;
       }
       kv_head_ = segment.head_group * params_.head_lanes + head_lane_;
-      tile_ = segment.first + token_lane_;
+      const LaneTiles lane_tiles(params_, segment, token_lane_);
+      tile_ = lane_tiles.first;
       // A head lane too many has nothing to load.
-      end_tile_ = kv_head_ < params_.decode.num_kv_heads ? segment.end : 0;
-      batch.has_query = true;
+      end_tile_ = kv_head_ < params_.decode.num_kv_heads ? lane_tiles.end : 0;
+      batch.has_query = !kQueryInRegisters || segment.enters_unit();
     }
     const DecodeParams& p = params_.decode;
-    const int lanes = params_.token_lanes;
+    const int step = params_.tile_step;
     const int runs_shift = kTileShift - params_.run_shift;  // log2 of the runs a tile
     batch.tile = tile_;
-    batch.tiles =
-        min(32 >> runs_shift, (end_tile_ - tile_ + lanes - 1) >> params_.token_lanes_shift);
+    batch.tiles = min(32 >> runs_shift, (end_tile_ - tile_ + step - 1) >> params_.tile_step_shift);
     batch.context_len = segment.sequence.context_len;
     batch.kv_head = kv_head_;
-    tile_ += batch.tiles * lanes;
+    tile_ += batch.tiles * step;
     // The ids first: all else happens while they are on their way.
     const int tile_of_lane = lane_ >> runs_shift;
     const int run_of_lane = lane_ & ((1 << runs_shift) - 1);
     const int token =
-        ((batch.tile + tile_of_lane * lanes) << kTileShift) + (run_of_lane << params_.run_shift);
+        ((batch.tile + tile_of_lane * step) << kTileShift) + (run_of_lane << params_.run_shift);
     batch.block_id = 0;
     batch.block_slot = 0;
     const int first_key = first_key_of(params_, segment.sequence);
@@ -281,6 +281,7 @@ class TileStream {
   int head_lane_, token_lane_, row_tile_, lane_;
   Batch current_, next_;
   int taken_ = 0;       // tiles of current_ that were issued
+  int first_new_tile_;  // of current_'s sequence: tiles from it on may still be written
   bool ended_ = false;  // no batch is left to load
   bool current_bad_ = false;
   unsigned bad_slots_ = 0;
