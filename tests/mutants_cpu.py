@@ -144,11 +144,19 @@ KERNELS = [
     ),
     Mutant(
         "row_without_keys_divided",
-        "a query before the first key gives 0, not NaN",
+        "a query before the first key gives 0, whatever its sink",
         "csrc/cpu/output.h",
         "for (int i = 0; sees_keys && i < kStep; i += kWidth) {",
         "for (int i = 0; i < kStep; i += kWidth) {",
-        "test_numerics.py::test_zero_query_gives_the_mean",
+        "test_options.py::test_nan_sink",
+    ),
+    Mutant(
+        "weights_of_0_divided",
+        "a row whose scores are all -inf is 0, not NaN",
+        "csrc/cpu/output.h",
+        "broadcast(denominator == 0.0f ? 1.0f : denominator)",
+        "broadcast(denominator)",
+        "test_numerics.py::test_scores_of_minus_infinity",
     ),
     Mutant(
         "lse_in_base_2",
