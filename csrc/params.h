@@ -14,6 +14,10 @@ constexpr bool is_fp8(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
 }
 
+constexpr int64_t element_bytes(DType dtype) {
+  return is_fp8(dtype) ? 1 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
 // Factors of what a cache holds: the real value is stored * scale.
 struct CacheScale {
   const float* data;  // [1] or [G], in the device's memory; null: 1
