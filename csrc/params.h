@@ -14,6 +14,10 @@ constexpr bool is_fp8(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
 }
 
+constexpr int64_t element_bytes(DType dtype) {
+  return is_fp8(dtype) ? 1 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
 // Factors of what a cache holds: the real value is stored * scale.
 struct CacheScale {
   const float* data;  // [1] or [G], in the device's memory; null: 1
@@ -36,42 +40,47 @@ struct CacheStrides {
   int64_t head;
 };
 
+// Which sequences there are, where their blocks are, and which rows of q or key they own.
+struct Sequences {
+  const int32_t* block_tables;  // [B, M], row stride table_stride
+  const int32_t* context_lens;  // [B]; tokens in the cache, the query or new tokens included
+  const int32_t* cu_seqlens_q;  // [B + 1], or null: every sequence has query_len rows
+
+  int64_t table_stride;
+  int64_t batch_size;  // B
+  int64_t max_blocks;  // M, the table's columns
+  int64_t query_len;   // Q when uniform, 0 when ragged
+  int64_t num_tokens;  // T: rows in all, B * Q when uniform
+};
+
 // decode: out[b, t, h] = softmax(scale * q[b, t, h] . K[b, keys]) V[b, keys], where K[b], V[b] are
 // the rows that block_tables[b] names, times their scales. The query's position is i =
 // context_lens[b] - query_len + t; its keys are all of context_lens[b] if not causal, else those at
 // j <= i, and with a window those at i - window < j <= i. Query head h reads KV head
 // h / (num_heads / num_kv_heads). paged_attn/reference.py defines the options.
-struct DecodeParams {
-  const void* q;                // [B, Q, H, D] or, ragged, [T, H, D]
-  const void* k_cache;          // [N, S, G, D]
-  const void* v_cache;          // [N, S, G, D]
-  const int32_t* block_tables;  // [B, M], row stride table_stride
-  const int32_t* context_lens;  // [B]; tokens in the cache, the query tokens included
-  const int32_t* cu_seqlens_q;  // [B + 1], or null: every sequence has query_len queries
-  const float* alibi_slopes;    // [H], or null
-  const void* sinks;            // [H], fp32 or of dtype; null: none
-  void* out;                    // like q
-  float* lse;                   // out's shape without D, contiguous; null: not wanted
+struct DecodeParams : Sequences {
+  const void* q;              // [B, Q, H, D] or, ragged, [T, H, D]
+  const void* k_cache;        // [N, S, G, D]
+  const void* v_cache;        // [N, S, G, D]
+  const float* alibi_slopes;  // [H], or null
+  const void* sinks;          // [H], fp32 or of dtype; null: none
+  void* out;                  // like q
+  float* lse;                 // out's shape without D, contiguous; null: not wanted
 
   TokenStrides q_strides;
   TokenStrides out_strides;
   TokenStrides lse_strides;
   CacheStrides k_strides;
   CacheStrides v_strides;
-  int64_t table_stride;
   CacheScale k_scale;
   CacheScale v_scale;
 
-  int64_t batch_size;     // B
-  int64_t num_tokens;     // T: query tokens in all, B * Q when uniform
-  int64_t query_len;      // Q when uniform, 0 when ragged
   int64_t max_query_len;  // ragged: the most queries a sequence may have; 0: unknown
   int64_t num_heads;      // H
   int64_t num_kv_heads;   // G
   int64_t head_dim;       // D: a multiple of 8, at most 256
   int64_t num_blocks;     // N, the pool's blocks
   int64_t block_size;     // S, slots a block
-  int64_t max_blocks;     // M, the table's columns
   int64_t window;         // keys that a query sees, itself included; 0: all
 
   float scale;
@@ -90,20 +99,17 @@ struct DecodeParams {
 };
 
 // reshape_and_cache and append_kv: every token of key and value goes to one slot of the caches.
-// With slot_mapping, row t goes to slot slot_mapping[t] = block * block_size + offset. Without,
-// token t of the query_len tokens of sequence b goes to position context_lens[b] - query_len + t,
-// found in row b of block_tables. Slots and positions that do not exist, ids outside the pool and
-// sequences with a bad cu_seqlens_q are skipped. The caches store the value over its scale, in fp8
-// saturated at the largest finite value.
-struct WriteKvParams {
-  const void* key;              // [B, Q, G, D] or, ragged or with slot_mapping, [>= T, G, D]
-  const void* value;            // like key
-  void* k_cache;                // [N, S, G, D]
-  void* v_cache;                // [N, S, G, D]
-  const void* slot_mapping;     // [T], int64 or int32; null: the next three say where
-  const int32_t* block_tables;  // [B, M], row stride table_stride
-  const int32_t* context_lens;  // [B]; the new tokens included
-  const int32_t* cu_seqlens_q;  // [B + 1], or null: every sequence has query_len tokens
+// With slot_mapping, row t goes to slot slot_mapping[t] = block * block_size + offset; there are no
+// sequences, only num_tokens rows. Without, token t of the query_len tokens of sequence b goes to
+// position context_lens[b] - query_len + t, found in row b of block_tables. Slots and positions
+// that do not exist, ids outside the pool and sequences with a bad cu_seqlens_q are skipped. The
+// caches store the value over its scale, in fp8 saturated at the largest finite value.
+struct WriteKvParams : Sequences {
+  const void* key;           // [B, Q, G, D] or, ragged or with slot_mapping, [>= T, G, D]
+  const void* value;         // like key
+  void* k_cache;             // [N, S, G, D]
+  void* v_cache;             // [N, S, G, D]
+  const void* slot_mapping;  // [T], int64 or int32; null: the sequences' tables say where
 
   TokenStrides key_strides;
   TokenStrides value_strides;
@@ -111,12 +117,7 @@ struct WriteKvParams {
   CacheStrides v_strides;
   CacheScale k_scale;
   CacheScale v_scale;
-  int64_t table_stride;
 
-  int64_t num_tokens;    // T
-  int64_t batch_size;    // B
-  int64_t query_len;     // Q when uniform, 0 when ragged or with slot_mapping
-  int64_t max_blocks;    // M
   int64_t num_kv_heads;  // G
   int64_t head_dim;      // D
   int64_t num_blocks;    // N

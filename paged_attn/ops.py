@@ -76,7 +76,8 @@ def decode(
         out: Where to write, of q's shape and dtype; a new tensor by default.
 
     Returns:
-        q's shape and dtype (`out` if it was given).
+        q's shape and dtype (`out` if it was given). Rows that see no key are 0, as are rows whose
+        scores are all -inf.
 
     Raises:
         ValueError: An argument of the wrong rank, shape, dtype, device, stride or alignment, or
@@ -146,8 +147,8 @@ def decode_with_lse(
         lse: Where to write the logarithms: out.shape[:-1], float32, contiguous.
 
     Returns:
-        (out, lse). lse is q.shape[:-1] in float32. Rows that see no key have lse -inf, or their
-        sink; rows of no sequence -inf, rows of bad sequences NaN.
+        (out, lse). lse is q.shape[:-1] in float32. Rows that see no key, or only scores of -inf,
+        have lse -inf, or their sink; rows of no sequence -inf, rows of bad sequences NaN.
 
     Raises:
         ValueError: As `decode`; or only one of `out` and `lse` was given.

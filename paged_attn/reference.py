@@ -10,7 +10,10 @@ L_b = context_lens[b] and g = h // (H / G):
     out_r = sum_j exp(s_j - lse_r) * V_bj,g
 
 over the keys j that the row sees: 0 <= j < L_b, and if causal j <= i, and if window > 0
-j > i - window. A row that sees no key is 0, its lse -inf (or sink_h).
+j > i - window. A row that sees no key is 0, its lse -inf (or sink_h). So is a row whose scores are
+all -inf, as where q . K falls below the range of fp32, in which the ops compute: its weights are 0,
+not the NaN of a plain softmax. PyTorch's and FlashAttention's attention agree, and merge_states
+takes such a part for what it is, one without weight.
 
 Everything is computed in the dtype that the caller names, one row at a time: meant to be read and
 compared with, not to be fast.
@@ -370,7 +373,8 @@ def _attend(
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None]], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.softmax(scores, dim=-1)[:, :num_keys].reshape(num_kv_heads, group, num_keys)
+    weights = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf)[:, None], 0)
+    weights = weights[:, :num_keys].reshape(num_kv_heads, group, num_keys)
     return (weights @ values.transpose(0, 1)).reshape(num_heads, head_dim), lse
 
 

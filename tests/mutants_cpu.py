@@ -144,11 +144,19 @@ KERNELS = [
     ),
     Mutant(
         "row_without_keys_divided",
-        "a query before the first key gives 0, not NaN",
+        "a query before the first key gives 0, whatever its sink",
         "csrc/cpu/output.h",
         "for (int i = 0; sees_keys && i < kStep; i += kWidth) {",
         "for (int i = 0; i < kStep; i += kWidth) {",
-        "test_numerics.py::test_zero_query_gives_the_mean",
+        "test_options.py::test_nan_sink",
+    ),
+    Mutant(
+        "weights_of_0_divided",
+        "a row whose scores are all -inf is 0, not NaN",
+        "csrc/cpu/output.h",
+        "broadcast(denominator == 0.0f ? 1.0f : denominator)",
+        "broadcast(denominator)",
+        "test_numerics.py::test_scores_of_minus_infinity",
     ),
     Mutant(
         "lse_in_base_2",
@@ -266,9 +274,9 @@ KERNELS = [
     Mutant(
         "scale_multiplied_on_write",
         "caches hold the value over its scale",
-        "csrc/cpu/cache.cpp",
-        "x[i] /= scale;",
-        "x[i] *= scale;",
+        "csrc/cpu/row_kernels.h",
+        "for (float& element : x) element /= scale;",
+        "for (float& element : x) element *= scale;",
         "test_cache.py::test_values_over_their_scales",
     ),
     Mutant(
@@ -282,9 +290,17 @@ KERNELS = [
     Mutant(
         "fp8_types_swapped_on_write",
         "e4m3 is written as e4m3",
-        "csrc/cpu/cache.cpp",
-        "return convert_token<From, Float8E4M3>;",
-        "return convert_token<From, Float8E5M2>;",
+        "csrc/cpu/decode_kernel.h",
+        "{nullptr, convert_row<Half, Float8E4M3>, convert_row<BFloat16, Float8E4M3>}",
+        "{nullptr, convert_row<Half, Float8E5M2>, convert_row<BFloat16, Float8E5M2>}",
+        "test_cache.py::test_every_value_in_fp8",
+    ),
+    Mutant(
+        "fp8_ties_away_from_zero",
+        "half way between two fp8 numbers the even one is taken",
+        "csrc/cpu/row_kernels.h",
+        "(1 << (kDropped - 1)) - 1 - kRebias",
+        "(1 << (kDropped - 1)) - kRebias",
         "test_cache.py::test_every_value_in_fp8",
     ),
     Mutant(
@@ -310,6 +326,14 @@ KERNELS = [
         "if (lse == -kInfinity) continue;",
         "",
         "test_merge_states.py::test_parts_that_saw_nothing_vanish",
+    ),
+    Mutant(
+        "merge_with_equal_weights",
+        "states count by their denominators",
+        "csrc/cpu/row_kernels.h",
+        "const Vec weight = broadcast(shares[i].weight);",
+        "const Vec weight = broadcast(1.0f);",
+        "test_merge_states.py::test_against_the_definition",
     ),
     Mutant(
         "merge_takes_lse_for_base_2",

@@ -34,6 +34,9 @@ SUBSET = [
     "test_masking.py::test_later_tokens",
     "test_options.py",
     "test_fp8.py",
+    "test_cache.py::test_values_over_their_scales",
+    "test_cache.py::test_every_value_in_fp8",
+    "test_merge_states.py",
 ]
 
 

@@ -214,6 +214,42 @@ def test_logits_of_1e5(draw: Draw, device: str, dtype: torch.dtype, sign: int) -
     assert_accurate(case, *case.decode_with_lse())
 
 
+@pytest.mark.parametrize("query_len", [None, 3])
+@pytest.mark.parametrize("sink", [None, 0.5, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_minus_infinity(
+    draw: Draw, device: str, dtype: torch.dtype, sink: float | None, query_len: int | None
+) -> None:
+    """A row that has no others is 0, one that has is the others' mean, wherever the kernels cut."""
+    lens = [3, 40, 700, 4097, 1000]
+    sinks = None if sink is None else torch.float32
+    case = build(draw, lens, query_len=query_len, num_heads=4, dtype=dtype, sinks=sinks)
+    if sink is not None:
+        case.options["sinks"].fill_(sink)
+    case.q.abs_().add_(0.125)
+    finite = draw.rng.randrange(980)
+    for b in range(len(lens)):
+        blocks, offsets = case.live_slots(b)
+        if b == len(lens) - 1:
+            blocks, offsets = (torch.cat([x[:finite], x[finite + 8 :]]) for x in (blocks, offsets))
+        case.k_cache[blocks, offsets, 0, draw.rng.randrange(64)] = -math.inf
+    out, lse = case.decode_with_lse()
+    assert_accurate(case, out, lse)
+    assert bool((out[:-1, ..., :2, :] == 0).all())
+    assert bool((lse[:-1, ..., :2] == (-math.inf if sink is None else sink)).all())
+    assert bool((out[-1, ..., 2:, :] != 0).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_below_the_range_of_fp32(draw: Draw, device: str, dtype: torch.dtype) -> None:
+    case = build(draw, [1, 30, 700], num_heads=4, dtype=dtype)
+    case.q.fill_(-1e30)
+    case.k_cache[case.all_live_slots()] = 1e30
+    out, lse = case.decode_with_lse()
+    assert bool((out == 0).all())
+    assert bool((lse == -math.inf).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.0, -0.25, -1.0, 3.0, 1e-30])
 def test_scale(draw: Draw, device: str, dtype: torch.dtype, scale: float) -> None:

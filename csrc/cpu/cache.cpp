@@ -3,14 +3,12 @@
 #include <cstring>
 #include <vector>
 
-#include "convert.h"
+#include "isa.h"
 #include "kernels.h"
 #include "parallel.h"
 
 namespace paged_attn::cpu {
 namespace {
-
-int64_t element_bytes(DType dtype) { return is_fp8(dtype) ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // Where position `position` of sequence b is, or -1.
 int64_t slot_of_position(const WriteKvParams& p, int64_t b, int64_t position) {
@@ -79,36 +77,23 @@ void copy_token(const WriteKvParams& p, const Side& side, const char* from, char
   }
 }
 
-template <typename From, typename To>
 void convert_token(const WriteKvParams& p, const Side& side, const char* from, char* to) {
+  const auto convert_row =
+      kernels().convert_row[static_cast<size_t>(p.cache_dtype)][static_cast<size_t>(p.dtype)];
+  const int64_t from_head = side.strides.head * element_bytes(p.dtype);
+  const int64_t to_head = side.cache_strides.head * element_bytes(p.cache_dtype);
   for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-    const From* row = reinterpret_cast<const From*>(from) + head * side.strides.head;
-    To* stored = reinterpret_cast<To*>(to) + head * side.cache_strides.head;
-    const bool has_scale = side.scale.data != nullptr;
-    const float scale = has_scale ? side.scale.data[head * side.scale.stride] : 1.0f;
-    for (int64_t d = 0; d < p.head_dim; d += 8) {
-      float x[8];
-      widen8(row + d, x);
-      for (int i = 0; has_scale && i < 8; ++i) x[i] /= scale;
-      narrow8(x, stored + d);
-    }
+    const float scale =
+        side.scale.data == nullptr ? 1.0f : side.scale.data[head * side.scale.stride];
+    convert_row(from + head * from_head, scale, p.head_dim, to + head * to_head);
   }
 }
 
 using WriteToken = void (*)(const WriteKvParams&, const Side&, const char* from, char* to);
 
-template <typename From>
-WriteToken choose_conversion(const WriteKvParams& p) {
-  if (p.cache_dtype == DType::kFloat8E4M3) return convert_token<From, Float8E4M3>;
-  if (p.cache_dtype == DType::kFloat8E5M2) return convert_token<From, Float8E5M2>;
-  return convert_token<From, From>;
-}
-
 WriteToken choose(const WriteKvParams& p, const Side& side) {
-  if (p.cache_dtype == p.dtype && side.scale.data == nullptr) return copy_token;
-  if (p.dtype == DType::kFloat16) return choose_conversion<Half>(p);
-  if (p.dtype == DType::kBFloat16) return choose_conversion<BFloat16>(p);
-  return choose_conversion<float>(p);
+  const bool is_copy = p.cache_dtype == p.dtype && side.scale.data == nullptr;
+  return is_copy ? copy_token : convert_token;
 }
 
 }  // namespace

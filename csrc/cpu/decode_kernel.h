@@ -4,6 +4,7 @@
 #pragma once
 
 #include "output.h"
+#include "row_kernels.h"
 #include "rows.h"
 #include "tile_kernels.h"
 
@@ -286,7 +287,13 @@ constexpr Kernels make_kernels(const char* name) {
            {nullptr, nullptr, attend<BFloat16, BFloat16>},
            {nullptr, attend<Half, Float8E4M3>, attend<BFloat16, Float8E4M3>},
            {nullptr, attend<Half, Float8E5M2>, attend<BFloat16, Float8E5M2>}},
-          {merge<float>, merge<Half>, merge<BFloat16>}};
+          {merge<float>, merge<Half>, merge<BFloat16>},
+          {{convert_row<float, float>, nullptr, nullptr},
+           {nullptr, convert_row<Half, Half>, nullptr},
+           {nullptr, nullptr, convert_row<BFloat16, BFloat16>},
+           {nullptr, convert_row<Half, Float8E4M3>, convert_row<BFloat16, Float8E4M3>},
+           {nullptr, convert_row<Half, Float8E5M2>, convert_row<BFloat16, Float8E5M2>}},
+          {merge_row<float>, merge_row<Half>, merge_row<BFloat16>}};
 }
 
 }  // namespace

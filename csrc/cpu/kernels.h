@@ -23,9 +23,9 @@ void swap_blocks(const SwapPair& pair, const std::vector<BlockRun>& runs,
                  const ThreadPool& threads);
 void merge_states(const MergeStatesParams& params, const ThreadPool& threads);
 
-// The instruction set that decode uses: "avx512_bf16", "avx512", "avx2" or "generic". Chosen once:
-// the best that the processor has, or what PAGED_ATTN_CPU_ISA names.
-// Throws std::runtime_error if that is unknown or not available here, naming those that are.
+// The instruction set that the kernels use: "avx512_bf16", "avx512", "avx2" or "generic". Chosen
+// once: the best that the processor has, or what PAGED_ATTN_CPU_ISA names. Throws
+// std::runtime_error if that is unknown or not available here, naming those that are.
 const char* isa_name();
 
 }  // namespace paged_attn::cpu

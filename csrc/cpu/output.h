@@ -50,7 +50,8 @@ void write_row(const float* record, const RecordLayout& layout, int64_t head_dim
     maximum = top;
   }
   const Vec factors = broadcast(factor);
-  const Vec divisor = broadcast(denominator);
+  // Where all logits are -inf, weights are 0 and so is their sum.
+  const Vec divisor = broadcast(denominator == 0.0f ? 1.0f : denominator);
   float quotients[kStep] = {};
   for (int64_t d = 0; d < head_dim; d += kStep) {
     for (int i = 0; sees_keys && i < kStep; i += kWidth) {

@@ -175,16 +175,8 @@ WriteKvParams check_append_kv(const AppendArguments& a) {
   const TokenDims dims = check_token_dims(key, "num_kv_heads", is_ragged);
   WriteKvParams p =
       check_write_kv(key, value, k_cache, v_cache, dims, !is_ragged, a.k_scale, a.v_scale);
-  const Sequences sequences =
+  static_cast<Sequences&>(p) =
       check_sequences(key, dims, a.block_tables, a.context_lens, a.cu_seqlens_q);
-  p.block_tables = sequences.block_tables;
-  p.context_lens = sequences.context_lens;
-  p.cu_seqlens_q = sequences.cu_seqlens_q;
-  p.table_stride = sequences.table_stride;
-  p.batch_size = sequences.batch_size;
-  p.max_blocks = sequences.max_blocks;
-  p.query_len = sequences.query_len;
-  p.num_tokens = sequences.num_tokens;
   return p;
 }
 

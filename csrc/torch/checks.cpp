@@ -46,16 +46,8 @@ DecodeParams check_decode(const DecodeArguments& a) {
            q.shape());
   }
 
-  const Sequences sequences =
+  static_cast<Sequences&>(p) =
       check_sequences(q, dims, a.block_tables, a.context_lens, a.cu_seqlens_q);
-  p.block_tables = sequences.block_tables;
-  p.context_lens = sequences.context_lens;
-  p.cu_seqlens_q = sequences.cu_seqlens_q;
-  p.table_stride = sequences.table_stride;
-  p.batch_size = sequences.batch_size;
-  p.max_blocks = sequences.max_blocks;
-  p.query_len = sequences.query_len;
-  p.num_tokens = sequences.num_tokens;
 
   const int64_t most_queries = is_ragged ? p.num_tokens : p.query_len;
   if (most_queries > kInt32Max / (p.num_heads / p.num_kv_heads)) {

@@ -25,17 +25,6 @@ struct TokenDims {
 TokenDims check_token_dims(const Argument& rows, const char* heads, bool is_ragged);
 TokenStrides token_strides(const Argument& rows, TokenDims dims, bool is_ragged);
 
-// Which sequences there are and which rows of q or key they own.
-struct Sequences {
-  const int32_t* block_tables;
-  const int32_t* context_lens;
-  const int32_t* cu_seqlens_q;  // null: uniform
-  int64_t table_stride;
-  int64_t batch_size;
-  int64_t max_blocks;
-  int64_t query_len;  // 0 if ragged
-  int64_t num_tokens;
-};
 Sequences check_sequences(const Argument& rows, TokenDims dims, const Tensor& block_tables,
                           const Tensor& context_lens, const OptionalTensor& cu_seqlens_q);
 
