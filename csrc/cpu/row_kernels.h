@@ -77,7 +77,8 @@ void merge_row(const StateShare* shares, int64_t num_shares, float factor, int64
     const int64_t count = smaller(kStep, head_dim - d);
     T padded[kStep];
     Vec sums[kVecs];
-    for (Vec& sum : sums) sum = broadcast(0.0f);
+    // -0 changes no number that is added to it, 0 one: -0.
+    for (Vec& sum : sums) sum = broadcast(num_shares > 0 ? -0.0f : 0.0f);
     for (int64_t i = 0; i < num_shares; ++i) {
       const T* row = static_cast<const T*>(shares[i].row) + d;
       if (count < kStep) {

@@ -37,7 +37,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s < num_states; ++s) largest = fmaxf(largest, lse_of(s));
 
     float sum = 0.f;
-    float merged[kElements] = {};
+    float merged[kElements];
+    // -0 changes no number that is added to it, 0 one: -0.
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) merged[e] = -0.f;
 #pragma unroll 2
     for (int s = 0; s < num_states; ++s) {
       const float lse = lse_of(s);
@@ -54,10 +57,10 @@ __global__ void __launch_bounds__(kThreads)
       for (int e = 0; e < kElements; ++e) merged[e] += weight * to_float(vector.elements[e]);
     }
     const bool is_empty = largest == -INFINITY && sum == 0.f;
-    const float factor = is_empty ? 0.f : 1.f / sum;
+    const float factor = 1.f / sum;
     Vector<T, kElements> out;
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) merged[e] *= factor;
+    for (int e = 0; e < kElements; ++e) merged[e] = is_empty ? 0.f : merged[e] * factor;
     store(merged, out);
     store_vector(out, static_cast<T*>(p.out) + row * p.head_dim + d);
     if (d == 0) p.lse[row] = is_empty ? -INFINITY : largest + logf(sum);
