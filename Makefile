@@ -90,7 +90,7 @@ sanitize-gpu:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck $(EVERY_KERNEL)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool initcheck $(EVERY_KERNEL)
 	$(SANITIZER) --tool racecheck $(EVERY_KERNEL)
-	$(SANITIZER) --tool synccheck $(EVERY_KERNEL)
+	$(SANITIZER) --tool synccheck --num-cuda-barriers 65536 $(EVERY_KERNEL)
 
 # The engine of vLLM that runs on a CPU, with this package as a wheel in an environment of its own,
 # and the classes of the one for CUDA.

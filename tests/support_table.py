@@ -213,8 +213,10 @@ sequences.
 - fp32 on CUDA is computed on CUDA cores, one product at a time.
 - Rows are query tokens times H / G. Up to {rows} of a KV head ({fp32_rows} in fp32) share one
   reading of K and V on CUDA; more take several passes, each reading K and V again.
-- `batch_invariant` has one fixed layout and one way of splitting a sequence on CUDA, where other
-  calls have those that fit the batch. On the CPU every call is batch invariant.
+- `batch_invariant` on CUDA adds up each sequence in chunks that its own length decides, and cuts it
+  between them only, where other calls cut wherever it suits the batch. That costs time, least for
+  many long sequences: `python -m benchmarks.decode --variants invariant` measures how much. On the
+  CPU every call is batch invariant.
 - `softcap`, `window`, ALiBi, sinks and scales are branches of the same kernels.
 - fp8 caches have CUDA kernels of their own, which turn what is stored into fp16, exactly.
 - Devices whose blocks may have less shared memory than those of 9.0 run variants with smaller ring

@@ -41,8 +41,9 @@ class Config(NamedTuple):
     line_shift: int
     max_chunks: int
     leaves: int
-    fewest_leaf_tiles: int
+    least_chunk_shift: int
     has_leaf_buffers: bool
+    has_unit_buffers: bool
     shared_bytes: int
 
 
@@ -193,7 +194,9 @@ def test_what_decides_a_sequences_bits_does_not_depend_on_the_batch() -> None:
         assert {config.token_lanes for config in chosen} <= {config.rings for config in chosen} | {
             2
         }
-        who = dict.fromkeys(("line_shift", "head_lanes", "token_lanes", "min_tiles"), 0)
+        who = dict.fromkeys(
+            ("line_shift", "head_lanes", "token_lanes", "min_tiles", "unit_cost"), 0
+        )
         assert len({config._replace(**who) for config in chosen}) == 1
 
 

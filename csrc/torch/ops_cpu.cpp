@@ -74,7 +74,8 @@ std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, b
       params, {static_cast<int>(num_sms), static_cast<int>(shared_memory), true, 0});
   return {c.head_dim,    c.rings,  c.row_tiles,         c.stages,           c.head_lanes,
           c.token_lanes, c.grid,   c.min_tiles,         c.unit_cost,        c.line_shift,
-          c.max_chunks,  c.leaves, c.fewest_leaf_tiles, c.has_leaf_buffers, c.shared_bytes};
+          c.max_chunks,  c.leaves, c.least_chunk_shift, c.has_leaf_buffers, c.has_unit_buffers,
+          c.shared_bytes};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // a fixed order, so that the result does not depend on who comes when.
 #pragma once
 
+#include "merge_places.cuh"
 #include "results.cuh"
 #include "tile.cuh"
 
@@ -17,87 +18,56 @@ __device__ __forceinline__ T* in_registers(T* pointer) {
   return pointer;
 }
 
-// A unit that this block shares with others.
-struct CutUnit {
-  Segment segment;
-  int blocks[2];  // the first and the last
-  int chunks;     // batch-invariant: of the unit that this block has
-  int all_chunks;
-};
-
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, bool kPlain>
-class Combiner {
+class Combiner : private MergePlaces<T, C, kHeadDim, kRings, kRowTiles> {
+  using Places = MergePlaces<T, C, kHeadDim, kRings, kRowTiles>;
+
  public:
   using Math = TileMath<T, C, kHeadDim>;
   using State = RowState<Math::kFragments>;
   static constexpr int kFragments = Math::kFragments;
-  static constexpr int kWarps = kRings * kRowTiles;
-  static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles);
-
-  // Behind the rings in shared memory.
-  struct Shared {
-    RowStats states[kWarps][4];
-    int held_slots[kRings];
-    // Of each head lane: the unit that the share's begin cuts and the one that its end cuts.
-    CutUnit cuts[kRings][2];
-    bool is_last[2][kRings];
-  };
+  using Places::groups;
+  using typename Places::Shared;
 
   __device__ __forceinline__ Combiner(const DeviceParams& params, uint8_t* rings, int ring_bytes,
                                       Shared& shared, uint64_t* group_barrier, int head_lane,
                                       int token_lane, int row_tile, int lane)
-      : params_(params),
+      : Places(params, rings, ring_bytes, shared, head_lane, token_lane, row_tile, lane),
         results_(params, lane),
-        rings_(rings),
-        ring_bytes_(ring_bytes),
-        shared_(shared),
-        group_barrier_(group_barrier),
-        head_lane_(head_lane),
-        token_lane_(token_lane),
-        row_tile_(row_tile),
-        lane_(lane) {}
+        group_barrier_(group_barrier) {
+    if (lane == 0) this->own_cut_ends() = 0;
+    __syncwarp();
+  }
 
   // Batch-invariant: takes in the state of a leaf that more of this warp's follow in the chunk.
   __device__ __forceinline__ void keep_leaf(const State& state) {
-    keep(state, leaf_buffer(token_lane_));
+    keep(state, this->leaf_buffer(token_lane_));
     has_leaves_ = true;
   }
 
-  // Takes in the states of a segment, one of each warp of the head lane that has tiles of it.
-  // `held_slot`: a slot of this warp's ring that it may write to, unless there are leaf buffers.
-  // Ends with a barrier of the head lane if there was more than one sum.
-  __device__ __forceinline__ void finish(const State& state, const RowTile& rows,
-                                         const LaneTiles& lane_tiles, int held_slot,
-                                         const Target& target) {
-    const int lanes_used = lane_tiles.lanes_used;
-    // Folding takes registers that there are none of beside the state: it is left to the merge
-    // below unless the kernel has none.
-    if (lane_tiles.is_one_sum && (kRings == 1 || !folds(target))) {
+  // Takes in the states of a segment or, batch-invariant, of a chunk of it, one of each warp of the
+  // head lane; the first `lanes_used` token lanes have one. `held_slot`: a slot of this warp's ring
+  // that it may write to, unless there are leaf buffers. Ends with a barrier of the head lane if
+  // there was more than one sum.
+  __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
+                                         int held_slot, const Target& target) {
+    // One sum and nothing to add it to.
+    if (lanes_used <= 1 && params_.leaves_a_lane_shift == 0 &&
+        (kPlain || !(target.joins() || target.stays()))) {
       if (token_lane_ != 0) return;
-      RowStats stats = state.stats;
-      Fold fold;
-      if constexpr (kRings == 1) {
-        fold = fold_into(target, stats);
-        __syncwarp();  // all have read what the part held
-      }
-      const auto to = results_.destination(rows, stats, target);
+      const auto to = results_.destination(rows, state.stats, target);
 #pragma unroll
-      for (int i = 0; i < kFragments; ++i) {
-        float4 out = state.out[i];
-        if constexpr (kRings == 1) {
-          if (folds(target)) out = fold(results_.load_output(rows, target.part(), i), out);
-        }
-        results_.emit(to, i, out);
-      }
-      results_.emit_stats(rows, stats, target);
+      for (int i = 0; i < kFragments; ++i) results_.emit(to, i, state.out[i]);
+      results_.emit_stats(rows, state.stats, target);
       return;
     }
     if (token_lane_ < lanes_used) {
       if (lane_ == 0 && row_tile_ == 0) {
-        shared_.held_slots[ring_index(token_lane_)] = held_slot;
+        shared_.held_slots[this->ring_index(token_lane_)] = held_slot;
       }
-      keep(state, params_.has_leaf_buffers ? leaf_buffer(token_lane_)
-                                           : state_in(ring_index(token_lane_), held_slot));
+      keep(state, params_.has_leaf_buffers
+                      ? this->leaf_buffer(token_lane_)
+                      : this->state_in(this->ring_index(token_lane_), held_slot));
       has_leaves_ = false;
     }
     group_barrier_.wait();
@@ -110,46 +80,45 @@ class Combiner {
   }
 
   // Notes what the share holds of a unit that is not whole in one segment; returns where the
-  // segment's result goes.
-  __device__ __forceinline__ Target begin_part(const Share& share, const Segment& segment) {
-    const bool begins_here = segment.unit_first == first_tile_of(params_, segment.sequence);
-    const bool ends_here = segment.unit_end == end_tile_of(segment.sequence);
+  // segment's result goes, or that of its first chunk.
+  __device__ __forceinline__ Target begin_part(const Share& share, const Segment& segment,
+                                               bool is_last_chunk) {
+    const int first_tile = first_tile_of(params_, segment.sequence);
+    const bool begins_here = segment.first == first_tile;
     const bool in_chunks = params_.max_chunks > 0;
-    if (in_chunks && begins_here && ends_here) {
-      return {part_of(blockIdx.x, true), segment.first > segment.unit_first,
-              segment.end == segment.unit_end};
+    if (in_chunks && segment.is_whole(params_)) {
+      return Target::of_chunks(0, true, true, is_last_chunk);
     }
-    const int chunk_tiles = in_chunks ? chunk_tiles_of(params_, segment.sequence) : 1;
+    const int chunk_shift = in_chunks ? chunk_shift_of(params_, segment.sequence) : 0;
     const auto chunks = [&](int begin, int end) {
-      return (end - begin + chunk_tiles - 1) / chunk_tiles;
+      return (end - begin + (1 << chunk_shift) - 1) >> chunk_shift;
     };
-    cut_ends_ |= 1 << begins_here;
+    if (lane_ == 0) this->own_cut_ends() |= 1 << begins_here;
+    __syncwarp();
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
       CutUnit& cut = shared_.cuts[head_lane_][begins_here];
       cut.blocks[lane_] = share.block_of(lane_ == 0 ? segment.unit_begin : segment.unit_last);
       if (lane_ == 0) {
         cut.segment = segment;
-        cut.chunks = chunks(segment.unit_first, segment.unit_end);
-        cut.all_chunks =
-            chunks(first_tile_of(params_, segment.sequence), end_tile_of(segment.sequence));
+        cut.chunks = chunks(segment.first, segment.end);
+        cut.all_chunks = chunks(first_tile, end_tile_of(segment.sequence));
       }
     }
-    if (!in_chunks) return {part_of(blockIdx.x, begins_here), false, false};
-    const int chunk =
-        begins_here ? 0 : chunks(first_tile_of(params_, segment.sequence), segment.first);
-    return {chunk_part_of(share.block_of(segment.unit_begin), chunk),
-            begins_here && segment.first > segment.unit_first, false};
+    if (!in_chunks) return {this->part_of(blockIdx.x, begins_here), false};
+    const int part =
+        this->chunk_part_of(share.block_of(segment.unit_begin), chunks(first_tile, segment.first));
+    return Target::of_chunks(part, false, begins_here, is_last_chunk);
   }
 
   // Once, when all segments are done: announces this block's parts, so that whoever announces a
   // unit's last part merges it. Not earlier: a release while loads are in flight would wait for
   // them.
   __device__ __forceinline__ void announce_parts() {
-    if (cut_ends_ == 0) return;
+    if (this->own_cut_ends() == 0) return;
     group_barrier_.wait();
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
       bool last = false;
-      if (cut_ends_ >> lane_ & 1) {
+      if (this->own_cut_ends() >> lane_ & 1) {
         const CutUnit& cut = shared_.cuts[head_lane_][lane_];
         const int counter = cut.blocks[0] * params_.head_lanes + head_lane_;
         const bool in_chunks = params_.max_chunks > 0;
@@ -165,7 +134,7 @@ class Combiner {
 
   // The unit cut by this end of the share if it is this block that merges it, else null.
   __device__ __forceinline__ const CutUnit* unit_to_merge(int end) const {
-    const bool mine = (cut_ends_ >> end & 1) != 0 && shared_.is_last[end][head_lane_];
+    const bool mine = (this->own_cut_ends() >> end & 1) != 0 && shared_.is_last[end][head_lane_];
     return mine ? &shared_.cuts[head_lane_][end] : nullptr;
   }
 
@@ -173,9 +142,9 @@ class Combiner {
   __device__ __forceinline__ void merge_parts(const CutUnit& cut, const RowTile& rows) const {
     if (params_.max_chunks > 0) {
       fold_chunks(cut, rows);
-    } else if (fragments_a_warp() == 1) {
+    } else if (this->fragments_a_warp() == 1) {
       merge_parts_of<1>(cut, rows);
-    } else if (kFragments > 4 && fragments_a_warp() > 4) {
+    } else if (kFragments > 4 && this->fragments_a_warp() > 4) {
       merge_parts_of<8>(cut, rows);
     } else {
       merge_parts_of<4>(cut, rows);
@@ -215,7 +184,7 @@ class Combiner {
     int offset = 0;
     if (mine < lanes_used) {
       of_lane[0] = shared_.states[warp_index(mine)][lane_ & 3];
-      offset = static_cast<int>(reinterpret_cast<const uint8_t*>(held_state(mine)) - rings_);
+      offset = static_cast<int>(reinterpret_cast<const uint8_t*>(this->held_state(mine)) - rings_);
     }
     RowStats stats;
     stats.clear();
@@ -223,7 +192,7 @@ class Combiner {
     stats.add(of_lane, factor, params_.scale_log2);
     const auto to = results_.destination(rows, stats, target);
 #pragma unroll 1
-    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
+    for (int i = this->first_fragment(); i < this->first_fragment() + this->own_fragments(); ++i) {
       float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int t = 0; t < kRings; ++t) {
@@ -238,7 +207,7 @@ class Combiner {
     if (token_lane_ == 0) results_.emit_stats(rows, stats, target);
   }
 
-  // Batch-invariant: the leaves of a chunk and what the target holds already. However many token
+  // Batch-invariant: the leaves of a chunk, and the unit's chunks before it. However many token
   // lanes share the leaves, the sums are those of its first half one after another and those of its
   // second, and then these two.
   __device__ __forceinline__ void finish_chunk(const RowTile& rows, int lanes_used,
@@ -246,7 +215,8 @@ class Combiner {
     const auto fold_lanes = [&](int fragment, int begin, int end, RowStats& stats) {
       const auto state = [&](int t) { return shared_.states[warp_index(t)][lane_ & 3]; };
       const auto output = [&](int t) {
-        return (params_.has_leaf_buffers ? leaf_buffer(t) : held_state(t))[fragment * 32 + lane_];
+        return (params_.has_leaf_buffers ? this->leaf_buffer(t)
+                                         : this->held_state(t))[fragment * 32 + lane_];
       };
       stats = state(begin);
       float4 total = output(begin);
@@ -267,19 +237,27 @@ class Combiner {
       return total;
     };
     RowStats stats;
-    fold_leaves(0, stats);
-    const Fold fold = fold_into(target, stats);
-    const auto to = results_.destination(rows, stats, target);
 #pragma unroll 1
-    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
-      RowStats leaves;
-      float4 total = fold_leaves(i, leaves);
-      if (target.fold()) total = fold(results_.load_output(rows, target.part(), i), total);
-      results_.emit(to, i, total);
+    for (int i = this->first_fragment(); i < this->first_fragment() + this->own_fragments(); ++i) {
+      float4 total = fold_leaves(i, stats);
+      if (target.joins()) {
+        const RowStats leaves = stats;
+        stats = shared_.unit_stats[warp_index(token_lane_)][lane_ & 3];
+        total = Fold(stats, leaves, params_.scale_log2)(this->unit_sums()[i * 32 + lane_], total);
+      }
+      if (target.stays()) {
+        this->unit_sums()[i * 32 + lane_] = total;
+      } else {
+        results_.emit(results_.destination(rows, stats, target), i, total);
+      }
     }
-    // Until all have read what the part held.
-    if (target.fold()) group_barrier_.wait();
-    if (token_lane_ == 0) results_.emit_stats(rows, stats, target);
+    if (target.stays()) {
+      __syncwarp();
+      if (lane_ < 4) shared_.unit_stats[warp_index(token_lane_)][lane_] = stats;
+      __syncwarp();
+    } else if (token_lane_ == 0) {
+      results_.emit_stats(rows, stats, target);
+    }
   }
 
   // Batch-invariant: the first block's chunks, which it has folded, then the others one by one.
@@ -289,16 +267,16 @@ class Combiner {
     const int prefix =
         __ldcg(params_.prefix_chunks + first_block * params_.head_lanes + head_lane_);
 #pragma unroll 1
-    for (int i = first_fragment(); i < first_fragment() + own_fragments(); ++i) {
-      RowStats stats = results_.load_stats(chunk_part_of(first_block, 0));
-      float4 total = results_.load_output(rows, chunk_part_of(first_block, 0), i);
+    for (int i = this->first_fragment(); i < this->first_fragment() + this->own_fragments(); ++i) {
+      RowStats stats = results_.load_stats(this->chunk_part_of(first_block, 0));
+      float4 total = results_.load_output(rows, this->chunk_part_of(first_block, 0), i);
 #pragma unroll 1
       for (int begin = prefix; begin < cut.all_chunks; begin += kRound) {
         RowStats each[kRound];
         float4 outs[kRound];
 #pragma unroll
         for (int k = 0; k < kRound; ++k) {
-          const int part = chunk_part_of(first_block, min(begin + k, cut.all_chunks - 1));
+          const int part = this->chunk_part_of(first_block, min(begin + k, cut.all_chunks - 1));
           each[k] = results_.load_stats(part);
           outs[k] = results_.load_output(rows, part, i);
         }
@@ -314,39 +292,27 @@ class Combiner {
     }
   }
 
-  // Only chunks are folded, of which a plain call has none.
-  __device__ __forceinline__ static bool folds(const Target& target) {
-    return !kPlain && target.fold();
-  }
-
-  // Adds what the target holds to `stats`, if it does.
-  __device__ __forceinline__ Fold fold_into(const Target& target, RowStats& stats) const {
-    if (!folds(target)) return {};
-    RowStats before = results_.load_stats(target.part());
-    const Fold fold(before, stats, params_.scale_log2);
-    stats = before;
-    return fold;
-  }
-
   // kEach fragments at a time, and as many parts as keep 16 loads under way.
   template <int kEach>
   __device__ __forceinline__ void merge_parts_of(const CutUnit& cut, const RowTile& rows) const {
     constexpr int kRound = 16, kPartsALoad = kRound / kEach;
     const bool has_rows = rows.exists(2 * (lane_ & 3));
 #pragma unroll 1
-    for (int done = 0; done < own_fragments(); done += kEach) {
-      const int left = has_rows ? own_fragments() - done : 0;
+    for (int done = 0; done < this->own_fragments(); done += kEach) {
+      const int left = has_rows ? this->own_fragments() - done : 0;
       RowState<kEach> total;
       total.clear();
       const float4* const outputs =
-          in_registers(params_.partial_outputs + (first_fragment() + done) * 32 + lane_);
+          in_registers(params_.partial_outputs + (this->first_fragment() + done) * 32 + lane_);
 #pragma unroll 1
       for (int first = cut.blocks[0]; first <= cut.blocks[1]; first += kRound) {
         const int count = min(kRound, cut.blocks[1] - first + 1);
         // Block first's part as if its unit began before it, and how far it is to the next block's.
         // Only in the unit's first block does it begin, and that is part 0 of the first round.
-        const int place = part_of(first, false), step = part_of(1, false) - part_of(0, false);
-        const int begins_here = first == cut.blocks[0] ? part_of(0, true) - part_of(0, false) : 0;
+        const int place = this->part_of(first, false),
+                  step = this->part_of(1, false) - this->part_of(0, false);
+        const int begins_here =
+            first == cut.blocks[0] ? this->part_of(0, true) - this->part_of(0, false) : 0;
         RowStats each[kRound / 8];
         float2 factors[kRound / 8];
 #pragma unroll
@@ -389,65 +355,25 @@ class Combiner {
       const auto to = results_.destination(rows, total.stats, Target{});
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
-        if (done + k < own_fragments())
-          results_.emit(to, first_fragment() + done + k, total.out[k]);
+        if (done + k < this->own_fragments())
+          results_.emit(to, this->first_fragment() + done + k, total.out[k]);
       }
       if (token_lane_ == 0 && done == 0) results_.emit_stats(rows, total.stats, Target{});
     }
   }
 
-  // Where in scratch a block keeps its part of a cut unit: of one that begins there, or before.
-  __device__ __forceinline__ int part_of(int block, bool begins_here) const {
-    return (block * 2 + begins_here) * groups() + group();
-  }
+  using Places::group;
+  using Places::head_lane_;
+  using Places::lane_;
+  using Places::params_;
+  using Places::rings_;
+  using Places::row_tile_;
+  using Places::shared_;
+  using Places::token_lane_;
+  using Places::warp_index;
 
-  // The same for a chunk of the unit that begins in a block.
-  __device__ __forceinline__ int chunk_part_of(int block, int chunk) const {
-    return (2 * static_cast<int>(gridDim.x) + block * params_.max_chunks + chunk) * groups() +
-           group();
-  }
-
-  // Merging is shared out by fragments: this warp's first and how many.
-  __device__ __forceinline__ int fragments_a_warp() const {
-    return (kFragments + params_.token_lanes - 1) >> params_.token_lanes_shift;
-  }
-  __device__ __forceinline__ int first_fragment() const { return token_lane_ * fragments_a_warp(); }
-  __device__ __forceinline__ int own_fragments() const {
-    return max(0, min(fragments_a_warp(), kFragments - first_fragment()));
-  }
-
-  __device__ __forceinline__ int group() const { return head_lane_ * kRowTiles + row_tile_; }
-  __device__ __forceinline__ int groups() const { return params_.head_lanes * kRowTiles; }
-  __device__ __forceinline__ int ring_index(int token_lane) const {
-    return (head_lane_ << params_.token_lanes_shift) + token_lane;
-  }
-  __device__ __forceinline__ int warp_index(int token_lane) const {
-    return ring_index(token_lane) * kRowTiles + row_tile_;
-  }
-  // Where token lanes' states lie: in the slots that their rings hold, or behind all that else is
-  // in shared memory.
-  __device__ __forceinline__ float4* state_in(int ring, int slot) const {
-    return reinterpret_cast<float4*>(rings_ + ring * ring_bytes_ + slot * kSlotBytes) +
-           row_tile_ * kFragments * 32;
-  }
-  __device__ __forceinline__ float4* held_state(int token_lane) const {
-    const int ring = ring_index(token_lane);
-    return state_in(ring, shared_.held_slots[ring]);
-  }
-  __device__ __forceinline__ float4* leaf_buffer(int token_lane) const {
-    return reinterpret_cast<float4*>(rings_ + kRings * ring_bytes_ +
-                                     merge_bytes(kRings, kRowTiles)) +
-           warp_index(token_lane) * kFragments * 32;
-  }
-
-  const DeviceParams& params_;
   Results<T, C, kHeadDim> results_;
-  uint8_t* rings_;
-  int ring_bytes_;
-  Shared& shared_;
   GroupBarrier group_barrier_;
-  int head_lane_, token_lane_, row_tile_, lane_;
-  int cut_ends_ = 0;         // bit 0: the share begins within a unit; bit 1: it ends within one
   bool has_leaves_ = false;  // of the chunk in work, in this warp's leaf buffer
 };
 

@@ -100,13 +100,17 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
   device.head_lanes = config.head_lanes;
   device.token_lanes = config.token_lanes;
   while (1 << device.token_lanes_shift < config.token_lanes) ++device.token_lanes_shift;
-  device.tile_step = config.max_chunks > 0 ? 1 : device.token_lanes;
-  device.tile_step_shift = config.max_chunks > 0 ? 0 : device.token_lanes_shift;
   device.line_shift = config.line_shift;
   device.max_chunks = config.max_chunks;
-  device.leaves = config.leaves;
-  device.fewest_leaf_tiles = config.fewest_leaf_tiles;
+  if (config.max_chunks > 0) {
+    device.by_most_leaves = Divisor(config.max_chunks * config.leaves);
+    device.least_chunk_shift = config.least_chunk_shift;
+    while (config.token_lanes << device.leaves_a_lane_shift < config.leaves) {
+      ++device.leaves_a_lane_shift;
+    }
+  }
   device.has_leaf_buffers = config.has_leaf_buffers;
+  device.has_unit_buffers = config.has_unit_buffers;
   device.unit_cost = config.unit_cost >> config.line_shift;
   device.by_head_groups = Divisor(device.head_groups);
   device.by_grid = Divisor(config.grid);

@@ -30,17 +30,17 @@ struct DeviceParams {
   int32_t head_lanes;
   int32_t token_lanes;
   int32_t token_lanes_shift;  // log2: warps are split in powers of two
-  int32_t tile_step;          // from one tile of a token lane to its next
-  int32_t tile_step_shift;
-  int32_t min_steps;   // a block with fewer steps than this is not worth its merge
-  int32_t line_shift;  // see schedule.cuh
-  int32_t unit_cost;   // steps that a unit counts for besides its tiles
-  // Batch-invariant: a unit is cut into at most so many chunks (else 0) of so many leaves of at
-  // least so many tiles.
+  int32_t min_steps;          // a block with fewer steps than this is not worth its merge
+  int32_t line_shift;         // see schedule.cuh
+  int32_t unit_cost;          // steps that a unit counts for besides its tiles
+  // Batch-invariant: a unit is cut into at most so many chunks (else 0), which hold a power of 2 of
+  // leaves for each token lane. A leaf has a power of 2 of tiles.
   int32_t max_chunks;
-  int32_t leaves;
-  int32_t fewest_leaf_tiles;
+  Divisor by_most_leaves;  // of all chunks
+  int32_t leaves_a_lane_shift;
+  int32_t least_chunk_shift;
   bool has_leaf_buffers;  // shared memory for a state of each warp beside the rings
+  bool has_unit_buffers;  // and for one of each KV head behind that
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
   int32_t num_new_keys;  // the kernel before may still be writing a sequence's last so many
@@ -72,6 +72,7 @@ __device__ __forceinline__ void leave_out_options(DeviceParams& params) {
   p.sinks = nullptr;
   p.k_scale.data = p.v_scale.data = nullptr;
   params.max_chunks = 0;
+  params.leaves_a_lane_shift = 0;
   params.has_leaf_buffers = false;
 }
 

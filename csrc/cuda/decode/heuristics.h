@@ -34,14 +34,15 @@ struct DecodeConfig {
   int head_lanes;
   int token_lanes;
   int grid;
-  int min_tiles;   // a block with fewer tiles than this is not worth its merge
-  int unit_cost;   // tiles whose time a unit takes besides its own
-  int line_shift;  // see schedule.cuh
-  int max_chunks;  // batch-invariant: a unit is cut into at most so many; else 0
-  int leaves;      // of a chunk
-  int fewest_leaf_tiles;
-  bool has_leaf_buffers;  // see leaf_buffer_bytes
-  int shared_bytes;       // of ring buffers and what surrounds them
+  int min_tiles;          // a block with fewer tiles than this is not worth its merge
+  int unit_cost;          // tiles whose time a unit takes besides its own
+  int line_shift;         // see schedule.cuh
+  int max_chunks;         // batch-invariant: a unit is cut into at most so many; else 0
+  int leaves;             // of a chunk
+  int least_chunk_shift;  // log2 of a short sequence's tiles a chunk
+  bool has_leaf_buffers;  // see leaf_buffer_bytes and unit_buffer_bytes
+  bool has_unit_buffers;
+  int shared_bytes;  // of ring buffers and what surrounds them
 
   int threads() const { return 32 * rings * row_tiles; }
 };
@@ -97,7 +98,7 @@ constexpr int slot_bytes(int head_dim, int element_bytes, int cache_bytes, int r
 }
 
 // What the merges keep: states of each warp, a slot and cut units of each ring.
-constexpr int merge_bytes(int rings, int row_tiles) { return rings * (row_tiles * 96 + 160) + 32; }
+constexpr int merge_bytes(int rings, int row_tiles) { return rings * (row_tiles * 192 + 160) + 32; }
 
 // Rings, and behind them what the merges keep. This is what a launch asks for; the kernel has a
 // little of its own besides.
@@ -107,9 +108,15 @@ constexpr int shared_bytes(const KernelShape& shape) {
          merge_bytes(shape.rings, shape.row_tiles);
 }
 
-// Batch-invariant and if there is room: sums of each warp behind all that.
+// Batch-invariant and if there is room: behind all that sums of each warp ...
 constexpr int leaf_buffer_bytes(const KernelShape& shape) {
   return shape.rings * shape.row_tiles * shape.head_dim * kTileRows * 4;
+}
+
+// ... and of each KV head that a block has at once: one, or as many as pairs of rings.
+constexpr int unit_buffer_bytes(const KernelShape& shape, bool pairs) {
+  return (pairs && shape.rings > 1 ? shape.rings / 2 : 1) * shape.row_tiles * shape.head_dim *
+         kTileRows * 4;
 }
 
 constexpr int own_shared_bytes(const KernelShape& shape) {
@@ -139,14 +146,14 @@ constexpr bool can_keep_leaves(int head_dim) { return head_dim <= 128; }
 // Batch-invariant: how sums are divided, from what the batch does not change. Of the batch's size
 // depends only whether all rings share a head's tokens or pairs of them do, which gives the same
 // bits: a chunk has a leaf for each ring, and a warp of a pair adds up half of them.
-inline void choose_chunks(DecodeConfig& config, const DecodeParams& p, const DeviceLimits& limits) {
+inline void choose_chunks(DecodeConfig& config, const DecodeParams& p, int cache_bytes,
+                          const DeviceLimits& limits) {
   const int pairs = config.rings / 2;
   const bool can_pair = can_keep_leaves(config.head_dim) && config.has_leaf_buffers && pairs > 1 &&
                         p.num_kv_heads * 4 >= (p.num_kv_heads + pairs - 1) / pairs * pairs * 3;
   config.head_lanes = can_pair && config.head_lanes >= pairs ? pairs : 1;
   config.leaves = config.rings;
-  // The fewest tiles that are worth a merge of all rings.
-  config.fewest_leaf_tiles = can_pair ? 1 : std::max(32 / config.rings, 1);
+  config.least_chunk_shift = p.head_dim * cache_bytes <= 128 ? 4 : 3;
   // So many chunks that a sequence alone fills the card, as far as scratch has room.
   constexpr int64_t kMostBytes = 60 << 20;
   const int64_t part_bytes =
@@ -185,17 +192,21 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
     config.row_tiles = shape.row_tiles;
     config.stages = shape.stages;
     config.shared_bytes = shared_bytes(shape);
-    if (p.batch_invariant &&
-        shared_bytes(shape) + leaf_buffer_bytes(shape) + own_shared_bytes(shape) <=
-            limits.shared_memory_per_block) {
-      config.has_leaf_buffers = true;
-      config.shared_bytes += leaf_buffer_bytes(shape);
+    if (p.batch_invariant) {
+      const int room =
+          limits.shared_memory_per_block - shared_bytes(shape) - own_shared_bytes(shape);
+      const int both = leaf_buffer_bytes(shape) + unit_buffer_bytes(shape, true);
+      config.has_leaf_buffers = both <= room;
+      config.has_unit_buffers = unit_buffer_bytes(shape, false) <= room;
+      if (config.has_unit_buffers) {
+        config.shared_bytes += config.has_leaf_buffers ? both : unit_buffer_bytes(shape, false);
+      }
     }
   }
   if (config.rings == 0) return config;
   config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads,
                                         p.head_dim * cache_bytes, limits.num_sms);
-  if (p.batch_invariant) choose_chunks(config, p, limits);
+  if (p.batch_invariant) choose_chunks(config, p, cache_bytes, limits);
   config.token_lanes = config.rings / config.head_lanes;
 
   // Where segments are fewer than blocks, equal ones are cut into equal whole parts.
@@ -212,7 +223,8 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
 
   if (p.batch_invariant) {
     config.grid = limits.num_sms;
-    config.unit_cost = 0;
+    // What a unit costs at its end tells where blocks have many of them.
+    config.unit_cost = config.token_lanes < config.rings ? 8 : 0;
   }
 
   // The longest that the line can be: every unit as long as the table is wide.

@@ -39,7 +39,8 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   // before that began, new keys apart, for which the stream waits.
   if (params.decode.cu_seqlens_q != nullptr) wait_for_kernel_before();
   __shared__ Sequence staged[kThreads];
-  const Share share = find_share<kThreads, kRowsAPass>(params, staged);
+  __shared__ Share kept_share;
+  const Share share = find_share<kThreads, kRowsAPass>(params, staged, kept_share);
   if (share.begin >= share.end) {
     wait_for_kernel_before();
     return;
@@ -58,8 +59,9 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   // Of the segment in work:
   Target target;               // where its result goes
   bool is_new = false;         // its query is yet to be taken from the ring
-  int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last; 0: no segment
-  int end_leaf = 0;            // past the last tile of its leaf
+  int lanes_used = 0;          // token lanes that have a part of it
+  int tile = 0, end_tile = 0;  // this warp's next tile of it, and past the last
+  int chunk_end = 0;           // batch-invariant: past the last tile of the chunk in work
   int limit[2] = {};           // this lane's rows see keys before these
   float factor = 0;            // of its scores
   bool poisoned = false;       // the sequence has a block id outside the pool
@@ -114,15 +116,18 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
       state.add_exact(weights);
       state.add_rounded(Math::accumulate(state.out, k_tile + Stream::kTileBytes, weights, lane));
       ring_barrier();
-      tile += params.tile_step;
+      tile += params.max_chunks > 0 ? 1 : params.token_lanes;
       const bool is_last = tile >= end_tile;
       if (is_last) {
         state.reduce();
-      } else if (can_keep_leaves(kHeadDim) && params.max_chunks > 0 && tile == end_leaf) {
-        state.reduce();
-        combine.keep_leaf(state);
-        state.clear();
-        end_leaf += leaf_tiles_of(params, cursor.segment().sequence);
+      } else if (can_keep_leaves(kHeadDim) && params.leaves_a_lane_shift > 0) {
+        const Segment& segment = cursor.segment();
+        const int leaf_shift = leaf_shift_of(params, segment.sequence);
+        if (((tile - segment.first) & ((1 << leaf_shift) - 1)) == 0) {
+          state.reduce();
+          combine.keep_leaf(state);
+          state.clear();
+        }
       }
       holds_slot = is_last && params.token_lanes > 1 && !params.has_leaf_buffers;
       free_slots = !holds_slot;
@@ -130,31 +135,42 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
       continue;
     }
 
-    // The segment in work is complete.
+    // The segment in work is complete or, batch-invariant, a chunk of it.
     if (poisoned) state.poison();
-    poisoned = false;
-    if (end_tile > 0) {
-      combine.finish(state, rows, LaneTiles(params, cursor.segment(), token_lane),
-                     slot == 0 ? kStages - 1 : slot - 1, target);
+    if (lanes_used > 0) {
+      combine.finish(state, rows, lanes_used, slot == 0 ? kStages - 1 : slot - 1, target);
     }
     free_slots = holds_slot;
     holds_slot = false;
 
-    if (!cursor.advance(params)) break;
     const Segment& segment = cursor.segment();
-    rows = RowTile(params, segment, head_lane, row_tile, kRowsAPass);
-    is_new = segment.enters_unit();
-    const LaneTiles lane_tiles(params, segment, token_lane);
+    const bool is_next_chunk = params.max_chunks > 0 && chunk_end < segment.end;
+    if (!is_next_chunk) {
+      if (!cursor.advance(params)) break;
+      rows = RowTile(params, segment, head_lane, row_tile, kRowsAPass);
+      is_new = true;
+      poisoned = false;
+      limit[0] = max(rows.limit(params, segment.sequence, 2 * (lane & 3)), 0);
+      limit[1] = max(rows.limit(params, segment.sequence, 2 * (lane & 3) + 1), 0);
+      factor = score_factor(params, rows.kv_head);
+    }
+    state.clear();
+    const LaneTiles lane_tiles(params, segment, is_next_chunk ? chunk_end : segment.first,
+                               token_lane);
     tile = lane_tiles.first;
     end_tile = lane_tiles.end;
-    end_leaf = tile + lane_tiles.leaf_tiles;
-    if (rows.kv_head >= params.decode.num_kv_heads) end_tile = 0;  // a spare lane
-    limit[0] = max(rows.limit(params, segment.sequence, 2 * (lane & 3)), 0);
-    limit[1] = max(rows.limit(params, segment.sequence, 2 * (lane & 3) + 1), 0);
-    factor = score_factor(params, rows.kv_head);
-    state.clear();
-    target =
-        segment.is_whole(params) || end_tile == 0 ? Target{} : combine.begin_part(share, segment);
+    chunk_end = lane_tiles.chunk_end;
+    lanes_used = lane_tiles.lanes_used;
+    const bool is_last_chunk = chunk_end == segment.end;
+    if (rows.kv_head >= params.decode.num_kv_heads) {
+      lanes_used = end_tile = 0;  // a spare lane
+    } else if (is_next_chunk) {
+      target = target.next_chunk(combine.groups(), is_last_chunk);
+    } else if (is_last_chunk && segment.is_whole(params)) {
+      target = {};
+    } else {
+      target = combine.begin_part(kept_share, segment, is_last_chunk);
+    }
   }
 
   wait_copies<0>();

@@ -26,8 +26,9 @@ cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config
         decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, decltype(plain)::value>;
     const cudaError_t error =
         set_attribute_once<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(
-            std::min(shared_bytes(kShape) + leaf_buffer_bytes(kShape),
-                     limits.shared_memory_per_block - own_shared_bytes(kShape)),
+            std::min(
+                shared_bytes(kShape) + leaf_buffer_bytes(kShape) + unit_buffer_bytes(kShape, true),
+                limits.shared_memory_per_block - own_shared_bytes(kShape)),
             limits);
     if (error != cudaSuccess) return error;
     return launch_early(kKernel, static_cast<unsigned>(config.grid), config.threads(),

@@ -195,8 +195,8 @@ struct TileMath<float, float, kHeadDim> {
                                             swizzle<kRowBytes>(row, chunk) * 16);
   }
 
-  // A chain of sums for each place of a chunk: they round less than a single one, which for scores
-  // far apart costs the bits that lse is asked for.
+  // Sums for each place of a chunk over 8 chunks at a time: they round less than a single one over
+  // all, which would cost scores near 0 the digits that lse is asked for.
   static __device__ __forceinline__ void add_products(float4& sums, float4 a, float4 b) {
     sums = make_float4(fmaf(a.x, b.x, sums.x), fmaf(a.y, b.y, sums.y), fmaf(a.z, b.z, sums.z),
                        fmaf(a.w, b.w, sums.w));
@@ -208,19 +208,25 @@ struct TileMath<float, float, kHeadDim> {
 
   static __device__ __forceinline__ float4 scores(const uint8_t* k_tile, const Query& query,
                                                   int head_dim, int lane) {
-    float4 sums[4] = {};
-    const int row = 2 * (lane & 3);
+    float4 s = make_float4(0, 0, 0, 0);
+    const int row = 2 * (lane & 3), chunks = head_dim / 4;
+#pragma unroll 1
+    for (int first = 0; first < chunks; first += 8) {
+      float4 sums[4] = {};
 #pragma unroll 2
-    for (int chunk = 0; chunk < head_dim / 4; ++chunk) {
-      const float4 k0 = load(k_tile, lane >> 2, chunk);
-      const float4 k1 = load(k_tile, (lane >> 2) + 8, chunk);
-      const float4 q0 = load(query.tile, row, chunk), q1 = load(query.tile, row + 1, chunk);
-      add_products(sums[0], k0, q0);
-      add_products(sums[1], k0, q1);
-      add_products(sums[2], k1, q0);
-      add_products(sums[3], k1, q1);
+      for (int chunk = first; chunk < min(first + 8, chunks); ++chunk) {
+        const float4 k0 = load(k_tile, lane >> 2, chunk);
+        const float4 k1 = load(k_tile, (lane >> 2) + 8, chunk);
+        const float4 q0 = load(query.tile, row, chunk), q1 = load(query.tile, row + 1, chunk);
+        add_products(sums[0], k0, q0);
+        add_products(sums[1], k0, q1);
+        add_products(sums[2], k1, q0);
+        add_products(sums[3], k1, q1);
+      }
+      s = make_float4(s.x + total(sums[0]), s.y + total(sums[1]), s.z + total(sums[2]),
+                      s.w + total(sums[3]));
     }
-    return make_float4(total(sums[0]), total(sums[1]), total(sums[2]), total(sums[3]));
+    return s;
   }
 
   static __device__ __forceinline__ float4 accumulate(float4 (&out)[kFragments],

@@ -7,16 +7,32 @@
 
 namespace paged_attn::cuda {
 
-// Where a segment's result goes: to the rows if it is final, else to a part in scratch. What the
-// part holds already may be added first. In one register, for they are scarce where this is kept.
+// Where a segment's result goes: to the rows if it is final, else to a part in scratch; chunks may
+// join the sums of their unit first, or stay there. In one register, for they are scarce where this
+// is kept.
 class Target {
  public:
   Target() = default;
-  __device__ __forceinline__ Target(int part, bool fold, bool to_rows)
-      : packed_(part << 2 | fold << 1 | to_rows) {}
+  __device__ __forceinline__ Target(int part, bool to_rows) : packed_(part << 4 | to_rows) {}
 
-  __device__ __forceinline__ int part() const { return packed_ >> 2; }
-  __device__ __forceinline__ bool fold() const { return (packed_ & 2) != 0; }
+  // Of the first chunk of several: those that add up go there together, the others to parts one
+  // behind the other.
+  __device__ __forceinline__ static Target of_chunks(int part, bool to_rows, bool add_up,
+                                                     bool is_last) {
+    Target target(part, to_rows);
+    target.packed_ |= add_up << 3 | (add_up && !is_last) << 2;
+    return target;
+  }
+  __device__ __forceinline__ Target next_chunk(int groups, bool is_last) const {
+    const bool add_up = (packed_ & 8) != 0;
+    Target target = of_chunks(part() + (add_up ? 0 : groups), to_rows(), add_up, is_last);
+    target.packed_ |= add_up << 1;
+    return target;
+  }
+
+  __device__ __forceinline__ int part() const { return packed_ >> 4; }
+  __device__ __forceinline__ bool joins() const { return (packed_ & 2) != 0; }
+  __device__ __forceinline__ bool stays() const { return (packed_ & 4) != 0; }
   __device__ __forceinline__ bool to_rows() const { return (packed_ & 1) != 0; }
 
  private:

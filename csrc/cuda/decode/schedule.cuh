@@ -44,17 +44,26 @@ __device__ __forceinline__ int steps_of(const DeviceParams& params, const Sequen
              : params.unit_cost + ((tiles + (1 << params.line_shift) - 1) >> params.line_shift);
 }
 
-// Batch-invariant: what is summed up one by one are leaves of so many tiles, which depends on
-// nothing but the sequence itself.
-__device__ __forceinline__ int leaf_tiles_of(const DeviceParams& params, const Sequence& sequence) {
-  const int leaves = params.max_chunks * params.leaves;
-  return max((tiles_of(params, sequence) + leaves - 1) / leaves, params.fewest_leaf_tiles);
+// Tiles that a token lane has in a row, before the next lane's: one or, batch-invariant, as many
+// leaves of a chunk as there are to a lane. What is added up one by one are leaves; how many tiles
+// they have depends on nothing but the sequence itself. These are powers of 2.
+__device__ __forceinline__ int leaf_shift_of(const DeviceParams& params, const Sequence& sequence) {
+  const int tiles = max(tiles_of(params, sequence), 1);
+  const int more = params.by_most_leaves.quotient(tiles - 1);
+  // The longer a sequence, the more chunks it has, and the longer ones: the end of each costs as
+  // much as some tiles.
+  const int chunk_shift = params.least_chunk_shift + max(29 - __clz(tiles), 0) / 2;
+  return max(32 - __clz(more), chunk_shift - params.token_lanes_shift - params.leaves_a_lane_shift);
+}
+__device__ __forceinline__ int stretch_shift_of(const DeviceParams& params,
+                                                const Sequence& sequence) {
+  return params.max_chunks > 0 ? leaf_shift_of(params, sequence) + params.leaves_a_lane_shift : 0;
 }
 
-// Units are cut between chunks of params.leaves leaves only.
-__device__ __forceinline__ int chunk_tiles_of(const DeviceParams& params,
+// Units are cut at multiples of so many tiles only: a stretch of each token lane.
+__device__ __forceinline__ int chunk_shift_of(const DeviceParams& params,
                                               const Sequence& sequence) {
-  return leaf_tiles_of(params, sequence) * params.leaves;
+  return stretch_shift_of(params, sequence) + params.token_lanes_shift;
 }
 
 template <int kRowsAPass>
@@ -64,13 +73,13 @@ __device__ __forceinline__ int passes_of(const DeviceParams& params, const Seque
 }
 
 // Every block sums up the lengths itself, which is cheaper than a kernel or a host that plans. The
-// first kThreads sequences stay in `staged`. A share without steps has begin >= end.
+// first kThreads sequences stay in `staged`, the share in `found`, both in shared memory. A share
+// without steps has begin >= end and is not kept.
 template <int kThreads, int kRowsAPass>
 __device__ __forceinline__ Share find_share(const DeviceParams& params,
-                                            Sequence (&staged)[kThreads]) {
+                                            Sequence (&staged)[kThreads], Share& found) {
   constexpr int kWarps = kThreads / 32;
   __shared__ int warp_sums[kWarps];
-  __shared__ Share found;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int batch_size = static_cast<int>(params.decode.batch_size);
   const int each = (batch_size + kThreads - 1) / kThreads;
@@ -134,7 +143,7 @@ __device__ __forceinline__ Share find_share(const DeviceParams& params,
   return found;
 }
 
-// What a share holds of one unit or, batch-invariant, of one chunk of it.
+// What a share holds of one unit: batch-invariant, whole chunks.
 struct Segment {
   int batch;
   Sequence sequence;
@@ -142,46 +151,45 @@ struct Segment {
   int head_group;
   int first;  // tiles [first, end) of the sequence
   int end;
-  int unit_first;  // what the share holds of the unit: tiles [unit_first, unit_end)
-  int unit_end;
   int unit_begin;  // the unit's first step in the line that is a tile
   int unit_last;   // and its last
 
   __device__ __forceinline__ bool is_whole(const DeviceParams& params) const {
     return first == first_tile_of(params, sequence) && end == end_tile_of(sequence);
   }
-
-  // Whether it is the first that the share holds of the unit.
-  __device__ __forceinline__ bool enters_unit() const { return first == unit_first; }
 };
 
-// A token lane's tiles of a segment, params.tile_step apart: every token_lanes-th or,
-// batch-invariant, some leaves.
+// A token lane's tiles of a segment: every token_lanes-th or, batch-invariant, of the chunk that
+// begins at tile `begin` a stretch.
 struct LaneTiles {
   int first;
   int end;
-  int leaf_tiles;   // 0: not in leaves
-  int lanes_used;   // so many token lanes have tiles
-  bool is_one_sum;  // all tiles of the segment are in one lane's and one leaf
+  int chunk_end;
+  int lanes_used;  // so many token lanes have tiles
 
-  LaneTiles() = default;
   __device__ __forceinline__ LaneTiles(const DeviceParams& params, const Segment& segment,
-                                       int token_lane) {
-    const int tiles = segment.end - segment.first;
+                                       int begin, int token_lane) {
+    const int shift = stretch_shift_of(params, segment.sequence);
+    chunk_end = segment.end;
+    first = begin + (token_lane << shift);
     if (params.max_chunks == 0) {
-      leaf_tiles = 0;
-      first = segment.first + token_lane;
       end = segment.end;
-      lanes_used = min(params.token_lanes, tiles);
-      is_one_sum = lanes_used == 1;
+      lanes_used = min(params.token_lanes, segment.end - begin);
     } else {
-      leaf_tiles = leaf_tiles_of(params, segment.sequence);
-      const int each = leaf_tiles * params.leaves >> params.token_lanes_shift;
-      first = segment.first + token_lane * each;
-      end = min(first + each, segment.end);
-      lanes_used = (tiles + each - 1) / each;
-      is_one_sum = tiles <= leaf_tiles;
+      chunk_end = min(begin + (params.token_lanes << shift), segment.end);
+      end = min(first + (1 << shift), chunk_end);
+      lanes_used = (chunk_end - begin + (1 << shift) - 1) >> shift;
     }
+  }
+
+  // Of a segment's chunks together.
+  __device__ __forceinline__ static int count(const DeviceParams& params, const Segment& segment,
+                                              int token_lane) {
+    const int shift = stretch_shift_of(params, segment.sequence);
+    const int chunk_shift = shift + params.token_lanes_shift;
+    const int tiles = segment.end - segment.first;
+    const int rest = (tiles & ((1 << chunk_shift) - 1)) - (token_lane << shift);
+    return (tiles >> chunk_shift << shift) + min(max(rest, 0), 1 << shift);
   }
 };
 
@@ -210,15 +218,9 @@ class SegmentCursor {
 
   // To the next segment; false past the last.
   __device__ __forceinline__ bool advance(const DeviceParams& params) {
-    if (segment_.end < segment_.unit_end) {
-      segment_.first = segment_.end;
-      segment_.end =
-          min(segment_.first + chunk_tiles_of(params, segment_.sequence), segment_.unit_end);
-      return true;
-    }
     do {
       if (position_ == end_) return false;
-      if (pass_ == passes_) enter_sequence(params);
+      if (pass_ == passes_of<kRowsAPass>(params, segment_.sequence)) enter_sequence(params);
       segment_.pass = pass_;
       segment_.head_group = head_group_;
       segment_.unit_begin = unit_begin_ + params.unit_cost;
@@ -231,9 +233,7 @@ class SegmentCursor {
       segment_.end =
           min(first_tile + (max(position_ - segment_.unit_begin, 0) << params.line_shift),
               end_tile_of(segment_.sequence));
-      segment_.unit_first = segment_.first;
-      segment_.unit_end = segment_.end;
-      if (params.max_chunks > 0) enter_chunks(params);
+      if (params.max_chunks > 0) keep_whole_chunks(params);
       if (++head_group_ == params.head_groups) {
         head_group_ = 0;
         ++pass_;
@@ -244,18 +244,14 @@ class SegmentCursor {
   }
 
  private:
-  // From what the share holds of a unit to whole chunks, and the first of them.
-  __device__ __forceinline__ void enter_chunks(const DeviceParams& params) {
+  // A chunk that a boundary of shares cuts is of the share behind it.
+  __device__ __forceinline__ void keep_whole_chunks(const DeviceParams& params) {
     const int first_tile = first_tile_of(params, segment_.sequence);
-    const int chunk = chunk_tiles_of(params, segment_.sequence);
-    const auto round_down = [&](int tile) {
-      return tile - static_cast<int>(static_cast<unsigned>(tile - first_tile) % chunk);
-    };
-    segment_.unit_first = segment_.first = round_down(segment_.first);
+    const int mask = -(1 << chunk_shift_of(params, segment_.sequence));
+    segment_.first = first_tile + ((segment_.first - first_tile) & mask);
     if (segment_.end < end_tile_of(segment_.sequence)) {
-      segment_.unit_end = round_down(segment_.end);
+      segment_.end = first_tile + ((segment_.end - first_tile) & mask);
     }
-    segment_.end = min(segment_.first + chunk, segment_.unit_end);
   }
 
   // Finds the next sequence that has tiles. There is one, for steps are left.
@@ -282,7 +278,6 @@ class SegmentCursor {
     segment_.batch = batch;
     segment_.sequence = sequence;
     unit_steps_ = steps_of(params, sequence);
-    passes_ = passes_of<kRowsAPass>(params, sequence);
   }
 
   const Sequence (&staged_)[kStaged];
@@ -290,7 +285,7 @@ class SegmentCursor {
   Segment segment_;
   int position_;  // the next segment's first step
   int end_;
-  int unit_begin_, unit_steps_, pass_, passes_, head_group_;  // the next segment's unit
+  int unit_begin_, unit_steps_, pass_, head_group_;  // the next segment's unit
   int window_begin_;
   unsigned window_;  // bit i: sequence window_begin_ + i has tiles and was not entered yet
   Sequence own_;     // sequence window_begin_ + lane

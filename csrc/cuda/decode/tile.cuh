@@ -88,18 +88,18 @@ class TileStream {
       check_batch();
     }
     if (current_.tiles > 0) {
-      if (current_.tile >= first_new_tile_) wait_for_kernel_before();
+      const int tile = tile_at(current_, taken_);
+      if (tile >= first_new_tile_) wait_for_kernel_before();
       const uint32_t shared = ring_ + slot * kSlotBytes;
       if (current_.has_query && (taken_ == 0 || !kQueryInRegisters)) {
         copy_query(shared + query_offset(row_tile_));
       }
       if (params_.run_shift != kTileShift) {
-        copy_tile_of_runs(shared);
+        copy_tile_of_runs(shared, tile);
       } else {
-        copy_tile_of_one_block(shared);
+        copy_tile_of_one_block(shared, tile);
       }
       bad_slots_ = (bad_slots_ & ~(1u << slot)) | (static_cast<unsigned>(current_bad_) << slot);
-      current_.tile += params_.tile_step;
       ++taken_;
       --current_.tiles;
     }
@@ -113,16 +113,28 @@ class TileStream {
   // Some of one segment's tiles and the block ids that they need: lane i holds that of the i-th run
   // of tokens. Ids are fetched two batches ahead of the copies, all at once.
   struct Batch {
-    int tiles = 0;  // how many, tile_step apart from `tile` on
-    int tile;
+    int tiles = 0;  // how many are left
+    int tile;       // the first
     int context_len;
     int kv_head;
     int block_id;        // -1: outside the pool
     int block_slot;      // the run's first slot
-    int hidden_rows;     // of its first tile: no query sees them
+    int shape;           // in one register: hidden_rows() and stretch_shift()
     bool has_query;      // its first tile, or every one, brings the query rows:
     const T* query_row;  // row lane / 4 of the row tile; null: there is none
+
+    // Of its first tile so many rows are seen by no query.
+    __device__ __forceinline__ int hidden_rows() const { return shape & 0xff; }
+    __device__ __forceinline__ int stretch_shift() const { return shape >> 8; }  // see tile_at
   };
+
+  // A batch's i-th tile. It has whole stretches, or a part of one.
+  __device__ __forceinline__ int tile_at(const Batch& batch, int i) const {
+    if (params_.max_chunks == 0) return batch.tile + (i << params_.token_lanes_shift);
+    const int shift = batch.stretch_shift();
+    return batch.tile + (i >> shift << shift << params_.token_lanes_shift) +
+           (i & ((1 << shift) - 1));
+  }
 
   // This lane's i-th copy: its row of the tile and its 16-byte chunk of the row.
   __device__ __forceinline__ int copy_row(int i) const {
@@ -158,13 +170,12 @@ class TileStream {
   }
 
   // The usual case: rows a constant step apart.
-  __device__ __forceinline__ void copy_tile_of_one_block(uint32_t shared) const {
+  __device__ __forceinline__ void copy_tile_of_one_block(uint32_t shared, int tile) const {
     const DecodeParams& p = params_.decode;
     const int id = __shfl_sync(~0u, current_.block_id, taken_);
     const int block_slot = __shfl_sync(~0u, current_.block_slot, taken_);
-    const int hidden_rows = taken_ == 0 ? current_.hidden_rows : 0;
-    const int live_rows =
-        id < 0 ? 0 : current_.context_len - (current_.tile << kTileShift) - hidden_rows;
+    const int hidden_rows = taken_ == 0 ? current_.hidden_rows() : 0;
+    const int live_rows = id < 0 ? 0 : current_.context_len - (tile << kTileShift) - hidden_rows;
     const auto is_live = [&](int row) {
       return static_cast<unsigned>(row - hidden_rows) < static_cast<unsigned>(live_rows);
     };
@@ -194,10 +205,10 @@ class TileStream {
   }
 
   // Blocks of fewer than kTileTokens tokens, or of a number that kTileTokens does not divide.
-  __device__ __forceinline__ void copy_tile_of_runs(uint32_t shared) const {
+  __device__ __forceinline__ void copy_tile_of_runs(uint32_t shared, int tile) const {
     const DecodeParams& p = params_.decode;
-    const int hidden_rows = taken_ == 0 ? current_.hidden_rows : 0;
-    const int live_rows = current_.context_len - (current_.tile << kTileShift);
+    const int hidden_rows = taken_ == 0 ? current_.hidden_rows() : 0;
+    const int live_rows = current_.context_len - (tile << kTileShift);
     const int first_run = taken_ << (kTileShift - params_.run_shift);
 #pragma unroll kCopiesAtATime
     for (int i = 0; i < kCopies; ++i) {
@@ -219,35 +230,43 @@ class TileStream {
     batch.has_query = !kQueryInRegisters;
     const Segment& segment = ahead_.segment();
 #pragma unroll 1
-    while (tile_ >= end_tile_) {
+    while (tiles_left_ == 0) {
       if (!ahead_.advance(params_)) {
         ended_ = true;
         return;
       }
       kv_head_ = segment.head_group * params_.head_lanes + head_lane_;
-      const LaneTiles lane_tiles(params_, segment, token_lane_);
-      tile_ = lane_tiles.first;
+      tile_ = segment.first + (token_lane_ << stretch_shift_of(params_, segment.sequence));
       // A head lane too many has nothing to load.
-      end_tile_ = kv_head_ < params_.decode.num_kv_heads ? lane_tiles.end : 0;
-      batch.has_query = !kQueryInRegisters || segment.enters_unit();
+      if (kv_head_ < params_.decode.num_kv_heads) {
+        tiles_left_ = LaneTiles::count(params_, segment, token_lane_);
+      }
+      batch.has_query = true;
     }
     const DecodeParams& p = params_.decode;
-    const int step = params_.tile_step;
     const int runs_shift = kTileShift - params_.run_shift;  // log2 of the runs a tile
     batch.tile = tile_;
-    batch.tiles = min(32 >> runs_shift, (end_tile_ - tile_ + step - 1) >> params_.tile_step_shift);
+    batch.tiles = min(32 >> runs_shift, tiles_left_);
     batch.context_len = segment.sequence.context_len;
     batch.kv_head = kv_head_;
-    tile_ += batch.tiles * step;
+    const int first_key = first_key_of(params_, segment.sequence);
+    const int hidden_rows = first_key == 0 ? 0 : max(first_key - (batch.tile << kTileShift), 0);
+    const int stretch_shift = stretch_shift_of(params_, segment.sequence);
+    batch.shape = hidden_rows | stretch_shift << 8;
+    tiles_left_ -= batch.tiles;
+    tile_ = tile_at(batch, batch.tiles);
+    // A batch that is a part of a stretch may end where the next lane's begins.
+    if (params_.max_chunks > 0 && batch.tiles < 1 << stretch_shift &&
+        ((tile_ - segment.first) & ((1 << stretch_shift) - 1)) == 0) {
+      tile_ += (params_.token_lanes - 1) << stretch_shift;
+    }
     // The ids first: all else happens while they are on their way.
     const int tile_of_lane = lane_ >> runs_shift;
     const int run_of_lane = lane_ & ((1 << runs_shift) - 1);
     const int token =
-        ((batch.tile + tile_of_lane * step) << kTileShift) + (run_of_lane << params_.run_shift);
+        (tile_at(batch, tile_of_lane) << kTileShift) + (run_of_lane << params_.run_shift);
     batch.block_id = 0;
     batch.block_slot = 0;
-    const int first_key = first_key_of(params_, segment.sequence);
-    batch.hidden_rows = first_key == 0 ? 0 : max(first_key - (batch.tile << kTileShift), 0);
     if (tile_of_lane < batch.tiles && token < batch.context_len &&
         (first_key == 0 || token > first_key - (1 << params_.run_shift))) {
       const int column = params_.by_block_size.quotient(token);
@@ -275,8 +294,8 @@ class TileStream {
   }
 
   const DeviceParams& params_;
-  Cursor ahead_;  // where the next batch comes from: its tiles from tile_ to end_tile_
-  int tile_ = 0, end_tile_ = 0, kv_head_ = 0;
+  Cursor ahead_;  // where the next batch comes from: tiles_left_ of its segment's from tile_ on
+  int tile_ = 0, tiles_left_ = 0, kv_head_ = 0;
   uint32_t ring_;
   int head_lane_, token_lane_, row_tile_, lane_;
   Batch current_, next_;
