@@ -56,7 +56,8 @@ __device__ __forceinline__ int leaf_shift_of(const DeviceParams& params, const S
   const int chunk_shift = min(params.least_chunk_shift + max(29 - __clz(tiles), 0) / 2, 6);
   return max(32 - __clz(more), chunk_shift - params.token_lanes_shift - params.leaves_a_lane_shift);
 }
-// Otherwise a lane has single tiles.
+
+// Not batch-invariant, a lane's stretches are single tiles.
 __device__ __forceinline__ int stretch_shift_of(const DeviceParams& params,
                                                 const Sequence& sequence) {
   return params.max_chunks > 0 ? leaf_shift_of(params, sequence) + params.leaves_a_lane_shift : 0;
