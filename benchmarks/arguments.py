@@ -79,7 +79,7 @@ def add_measurement(parser: argparse.ArgumentParser, *, plots: bool = True) -> N
     add("--library", nargs="+", default=[], metavar="SO", help="load the ops from these files")
 
     add = parser.add_argument_group("results").add_argument
-    add("--json", type=Path, metavar="PATH", help="default: a new file in benchmarks/results")
+    add("--json", type=Path, metavar="PATH", help="default: a new file in benchmarks/runs")
     add("--no-json", action="store_true", help="write no file")
     if plots:
         add("--plots", type=Path, metavar="FOLDER", help="draw the results there")

@@ -302,11 +302,11 @@ def environment(device: str, command: str) -> dict[str, Any]:
 
 
 def default_path(kind: str, device: str) -> Path:
-    """A new file under benchmarks/results, named by kind, device and time."""
+    """A new file in benchmarks/runs, which git ignores, named by kind, device and time."""
     name = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
     name = "-".join(part for part in name.split("-") if part)
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    return Path(__file__).parent / "results" / f"{kind}-{name}-{now}.json"
+    return Path(__file__).parent / "runs" / f"{kind}-{name}-{now}.json"
 
 
 def as_text(value: Any, indent: str = "") -> str:

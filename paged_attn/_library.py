@@ -47,9 +47,9 @@ def _load_cuda() -> str | None:
     reason = build_info().get("why_no_cuda")
     if path is None or reason is not None:
         return (
-            f"it was not built: {reason or 'the library is missing'}. When that is mended, rebuild "
-            "with `pip install --no-build-isolation .`; PAGED_ATTN_BUILD_CUDA=1 makes a build fail "
-            "that would leave it out"
+            f"it was not built: {reason or 'the library is missing'}. To have it, change that and "
+            "rebuild with `pip install --no-build-isolation .`; PAGED_ATTN_BUILD_CUDA=1 makes a "
+            "build fail that would leave it out"
         )
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA support. Install a CUDA build of torch"

@@ -22,6 +22,9 @@ SESSION_SEED = int(os.environ.setdefault("PAGED_ATTN_TEST_SEED", str(secrets.ran
 
 def pytest_configure() -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))
+    # As on a card whose blocks have fewer bytes of shared memory than this one's.
+    if cap := os.environ.get("PAGED_ATTN_TEST_SHARED_MEMORY"):
+        torch.ops.paged_attn._set_shared_memory_cap(int(cap))
 
 
 def pytest_report_header() -> str:

@@ -211,12 +211,16 @@ sequences.
 - Head dims without a CUDA kernel of their own: rows are padded with zeros in shared memory. Nothing
   more is read from the pool, but shared memory and arithmetic are those of the larger head dim.
 - fp32 on CUDA is computed on CUDA cores, one product at a time.
-- Rows are query tokens times H / G. Up to {rows} of a KV head ({fp32_rows} in fp32) share one
-  reading of K and V on CUDA; more take several passes, each reading K and V again.
-- `batch_invariant` on CUDA adds up each sequence in chunks that its own length decides, and cuts it
-  between them only, where other calls cut wherever it suits the batch. That costs time, least for
-  many long sequences: `python -m benchmarks.decode --variants invariant` measures how much. On the
-  CPU every call is batch invariant.
+- Rows are query tokens times H / G. Up to {rows} of a KV head ({fp32_rows} in fp32, and with
+  `batch_invariant` where H / G is at most {fp32_rows}) share one reading of K and V on CUDA; more
+  take several passes, each reading K and V again. Ragged calls without `max_query_len` are laid out
+  for their mean.
+- `batch_invariant` on CUDA adds up each sequence in chunks and cuts it between them only, where
+  other calls cut wherever it suits the batch. That costs time, most where sequences are short or
+  few: `python -m benchmarks.decode --variants invariant` measures how much. A sequence's chunks
+  depend on its length (with a window its query tokens too), numbers of heads, head dim and dtypes,
+  and the kind of GPU: bits are the same in all batches on one, not on all of them. On the CPU every
+  call is batch invariant.
 - `softcap`, `window`, ALiBi, sinks and scales are branches of the same kernels.
 - fp8 caches have CUDA kernels of their own, which turn what is stored into fp16, exactly.
 - Devices whose blocks may have less shared memory than those of 9.0 run variants with smaller ring

@@ -43,8 +43,8 @@ def with_cache_dtype(case: Case, dtype: torch.dtype) -> Case:
     return case.with_(k_cache=cast(case.k_cache), v_cache=cast(case.v_cache))
 
 
-def append_and_compare(draw: Draw, case: Case, *scales: torch.Tensor | None) -> Case:
-    """The caches as the reference has them, whatever else lies in their storages."""
+def assert_appended(draw: Draw, case: Case, *scales: torch.Tensor | None) -> Case:
+    """Appends to a copy, whose storages must then be the reference's, what lies around included."""
     key, value = new_tokens(draw, case)
     expected = twin(case)
     ours = twin(case)
@@ -75,7 +75,7 @@ def test_every_layout(
         layout=layout,
         outside_rows=(2, 3),
     )
-    ours = append_and_compare(draw, case)
+    ours = assert_appended(draw, case)
     assert not torch.equal(ours.k_cache.nan_to_num(0.0), case.k_cache.nan_to_num(0.0))
 
 
@@ -87,7 +87,7 @@ def test_fp8(draw: Draw, device: str, cache_dtype: torch.dtype, query_len: Any, 
     layout = draw.rng.choice(FP8_LAYOUTS)
     case = build(draw, LENS, query_len=query_len, dtype=dtype, layout=layout)
     scales = new_scale(draw, scale, 2), new_scale(draw, scale, 2)
-    append_and_compare(draw, with_cache_dtype(case, cache_dtype), *scales)
+    assert_appended(draw, with_cache_dtype(case, cache_dtype), *scales)
 
 
 @pytest.mark.parametrize("repetition", range(30))
@@ -116,7 +116,7 @@ def test_bad_content_is_skipped(draw: Draw, device: str, repetition: int) -> Non
         for _ in range(rng.randint(0, 2)):
             bad = rng.choice((-1, 0, case.q.shape[0], case.q.shape[0] + 1, INT_MAX, -(2**31)))
             case.cu_seqlens_q[rng.randrange(len(lens) + 1)] = bad
-    append_and_compare(draw, case)
+    assert_appended(draw, case)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_positions_before_the_first(draw: Draw, device: str) -> None:
     """Of three tokens of a sequence of length 1 the last is position 0."""
     case = build(draw, [1, 0, 2], query_len=3, fill=0.0)
     key, value = new_tokens(draw, case)
-    ours = append_and_compare(draw.again(), case)
+    ours = assert_appended(draw.again(), case)
     changed = (ours.k_cache != case.k_cache).any(-1).any(-1)
     assert int(changed.sum()) == 3
     ops.append_kv(key, value, case.k_cache, case.v_cache, *case.args[3:])
@@ -172,12 +172,12 @@ def test_positions_before_the_first(draw: Draw, device: str) -> None:
 def test_nothing_to_append(draw: Draw, device: str) -> None:
     for lens, query_len in (([], None), ([], []), ([5, 3], [0, 0]), ([5, 3], 0)):
         case = build(draw, lens, query_len=query_len, fill=2.0)
-        append_and_compare(draw, case)
+        assert_appended(draw, case)
         out = ops.append_decode(case.q, *new_tokens(draw, case), *case.args[1:])
         assert out.shape == case.q.shape
     case = build(draw, [5, 3])
-    append_and_compare(draw, case.with_(k_cache=case.k_cache[:0], v_cache=case.v_cache[:0]))
-    append_and_compare(draw, case.with_(block_tables=case.block_tables[:, :0]))
+    assert_appended(draw, case.with_(k_cache=case.k_cache[:0], v_cache=case.v_cache[:0]))
+    assert_appended(draw, case.with_(block_tables=case.block_tables[:, :0]))
 
 
 def test_table_rows_wider_than_the_table(draw: Draw, device: str) -> None:
@@ -185,7 +185,7 @@ def test_table_rows_wider_than_the_table(draw: Draw, device: str) -> None:
     rows, width = case.block_tables.shape
     wide = torch.full((rows, width + 9), INT_MAX, dtype=torch.int32, device=device)
     wide[:, 5 : 5 + width] = case.block_tables
-    append_and_compare(draw, case.with_(block_tables=wide[:, 5 : 5 + width]))
+    assert_appended(draw, case.with_(block_tables=wide[:, 5 : 5 + width]))
 
 
 @pytest.mark.parametrize("query_len", QUERIES)

@@ -14,8 +14,9 @@ LENS = [5000, 17, 0, 100, 1, 64, 1300, *[600] * 20]
 QUERIES: list[Any] = [None, 3, [2, 1, 0, 4, 1, 40, 3, *[1, 2] * 10]]
 
 
-# On CUDA two token lanes share the second's heads in this batch, and all of them a sequence alone.
-@pytest.fixture(params=[(6, 2), (8, 8)], ids=["heads0", "heads1"])
+# On CUDA two token lanes share a head of the last two in this batch, and all of them a sequence
+# alone; the last leaves a pair of lanes without a head.
+@pytest.fixture(params=[(6, 2), (8, 8), (9, 3)], ids=["6-2", "8-8", "9-3"])
 def heads(request: pytest.FixtureRequest) -> tuple[int, int]:
     pair: tuple[int, int] = request.param
     return pair

@@ -8,10 +8,10 @@ import pytest
 import torch
 from accuracy import assert_same_bits
 from attention_case import Draw
-from test_append import append_and_compare, new_tokens, twin
+from test_append import assert_appended, new_tokens, twin
 from test_cache import FP8
 from test_cache_dispatch import BUILD
-from test_cuda import QUERIES, capture, graph_case, poison_free_memory, refill
+from test_cuda import QUERIES, assert_no_waiting, capture, graph_case, poison_free_memory, refill
 
 import paged_attn
 
@@ -23,12 +23,8 @@ ops = torch.ops.paged_attn
 def test_no_host_sync(draw: Draw, op: str) -> None:
     arguments = BUILD[op](draw)
     getattr(ops, op)(**arguments)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with assert_no_waiting():
         getattr(ops, op)(**arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("query_len", QUERIES)
@@ -183,4 +179,4 @@ def test_append_under_memory_that_others_poisoned(draw: Draw, query_len: Any) ->
     case = graph_case(draw, query_len, torch.float16)
     for _ in range(3):
         poison_free_memory()
-        append_and_compare(draw, case)
+        assert_appended(draw, case)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -51,6 +52,25 @@ def outputs_of(case: Case) -> Outputs:
 def call_into(case: Case, outputs: Outputs) -> None:
     out, lse = outputs
     torch.ops.paged_attn.decode_with_lse.out(*case.args, **case.options, out=out, lse=lse)
+
+
+@contextmanager
+def assert_no_waiting() -> Iterator[None]:
+    """Calls inside return while work before them still runs; PyTorch's own syncs are errors.
+
+    Call it once before: kernels are loaded and memory is taken at first use, which may wait.
+    """
+    torch.cuda.synchronize()
+    before = torch.cuda.Event()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)
+        before.record()
+        yield
+        still_running = not before.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert still_running, "a call waited for the device"
 
 
 def capture(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
@@ -218,28 +238,17 @@ def test_side_stream(draw: Draw, query_len: Any) -> None:
 
 @pytest.mark.parametrize("query_len", QUERIES)
 def test_no_synchronisation(draw: Draw, query_len: Any) -> None:
-    """The call returns while the work before it still runs; PyTorch's own syncs are errors."""
     case = build(draw, [40, 17, 3, 100, 1, 640], query_len=query_len, num_heads=8)
     expected = case.decode()
     key = draw.normal(2, 2, 64, dtype=torch.float16)
     slots = torch.full((2,), -1, dtype=torch.int64, device="cuda")
     torch.ops.paged_attn.reshape_and_cache(key, key, case.k_cache, case.v_cache, slots)
-    # Kernels are loaded and memory is taken at first use, which may wait.
     warm = [case.decode_with_lse() for _ in range(3)]
     del warm
-    torch.cuda.synchronize()
-    before = torch.cuda.Event()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(2_000_000_000)
-        before.record()
+    with assert_no_waiting():
         out = case.decode()
         both = case.decode_with_lse()
         torch.ops.paged_attn.reshape_and_cache(key, key, case.k_cache, case.v_cache, slots)
-        still_running = not before.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert still_running, "a call waited for the device"
     assert_same_bits(out, expected)
     assert_same_bits(both[0], expected)
 

@@ -10,6 +10,7 @@ import torch
 from accuracy import assert_same_bits
 from attention_case import Draw
 from flash_case import FlashCase, build_flash
+from test_cuda import assert_no_waiting
 
 from paged_attn.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -113,13 +114,10 @@ def test_no_call_waits_for_the_device(draw: Draw, name: str) -> None:
     flash, function = draw_call(draw, name, 3)
     arguments = arguments_of(flash, name)
     function(**arguments)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with assert_no_waiting():
         function(**arguments)
         if name in ("decode", "append"):
             function(**(arguments | {"cache_seqlens": 7}))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from test_batch_invariance import LENS
 
 INSTANTIATIONS = Path(__file__).parents[1] / "csrc/cuda/decode/instantiations"
 SHARED_KB = [99, 163, 227]  # what blocks may have on compute capability 8.9 and 12.0, 8.0, 9.0
@@ -150,6 +151,15 @@ def test_of_many_sequences_at_most_two_rings_share_a_heads_tokens() -> None:
     assert choose(27).token_lanes == 2
     assert choose(32).token_lanes == 2
     assert choose(32, (8, 1)).token_lanes == 8  # there are no other heads to take
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (9, 3)])
+def test_batch_invariance_pairs_the_rings_of_many_sequences(heads: tuple[int, int]) -> None:
+    """Those of test_batch_invariance.py; bits must not show it."""
+    many = choose(len(LENS), heads, head_dim=64, batch_invariant=True)
+    alone = choose(1, heads, head_dim=64, batch_invariant=True)
+    assert (many.head_lanes, many.token_lanes) == (4, 2)
+    assert (alone.head_lanes, alone.token_lanes) == (1, 8)
 
 
 def test_heads_that_share_memory_lines_lie_side_by_side() -> None:

@@ -45,7 +45,7 @@ class Argument {
 
   void expect_device_of(const Argument& other) const;
   void expect_dtype(int32_t dtype) const;
-  // `symbols` tells what the sizes mean, "[batch]" say.
+  // `symbols` tells what the sizes mean, "[num_heads]" say.
   void expect_shape(const char* symbols, std::initializer_list<int64_t> sizes) const;
   void expect_shape_of(const Argument& other, int64_t rank) const;
   void expect_last_dim_contiguous() const;

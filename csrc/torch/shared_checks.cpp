@@ -53,7 +53,11 @@ DType check_caches(const Argument& k_cache, const Argument& v_cache, const Argum
   if (is_fp8 && data.dtype() == aoti_torch_dtype_float32()) {
     data.fail("float16 or bfloat16 with an fp8 cache", "float32");
   }
-  if (!is_fp8) k_cache.expect_dtype(data.dtype());
+  if (!is_fp8 && k_cache.dtype() != data.dtype()) {
+    k_cache.fail(
+        dtype_name(data.dtype()) + " as " + data.name() + ", or fp8 (float8_e4m3fn, float8_e5m2)",
+        dtype_name(k_cache.dtype()));
+  }
   v_cache.expect_dtype(k_cache.dtype());
   if (is_fp8) return is_e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
   return check_float_dtype(k_cache);
@@ -110,13 +114,13 @@ Sequences check_sequences(const Argument& rows, TokenDims dims, const Tensor& bl
   s.max_blocks = block_tables.size(1);
   context_lens.expect_device_of(rows);
   context_lens.expect_dtype(aoti_torch_dtype_int32());
-  context_lens.expect_shape("[batch]", {s.batch_size});
+  context_lens.expect_shape("[batch of block_tables]", {s.batch_size});
   context_lens.expect_contiguous();
   if (cu_seqlens_q_tensor) {
     const Argument cu_seqlens_q(op, "cu_seqlens_q", *cu_seqlens_q_tensor);
     cu_seqlens_q.expect_device_of(rows);
     cu_seqlens_q.expect_dtype(aoti_torch_dtype_int32());
-    cu_seqlens_q.expect_shape("[batch + 1]", {s.batch_size + 1});
+    cu_seqlens_q.expect_shape("[batch of block_tables + 1]", {s.batch_size + 1});
     cu_seqlens_q.expect_contiguous();
     s.cu_seqlens_q = cu_seqlens_q.data_as<int32_t>();
     s.num_tokens = rows.size(0);

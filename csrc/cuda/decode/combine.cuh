@@ -47,8 +47,8 @@ class Combiner : private MergePlaces<T, C, kHeadDim, kRings, kRowTiles> {
 
   // Takes in the states of a segment or, batch-invariant, of a chunk of it, one of each warp of the
   // head lane; the first `lanes_used` token lanes have one. `held_slot`: a slot of this warp's ring
-  // that it may write to, unless there are leaf buffers. Ends with a barrier of the head lane if
-  // there was more than one sum.
+  // that it may write to, unless there are leaf buffers. Ends with a barrier of the head lane
+  // unless one sum is all there is.
   __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
                                          int held_slot, const Target& target) {
     // One sum and nothing to add it to.
@@ -237,6 +237,7 @@ class Combiner : private MergePlaces<T, C, kHeadDim, kRings, kRowTiles> {
       return total;
     };
     RowStats stats;
+    stats.clear();
 #pragma unroll 1
     for (int i = this->first_fragment(); i < this->first_fragment() + this->own_fragments(); ++i) {
       float4 total = fold_leaves(i, stats);
@@ -262,7 +263,7 @@ class Combiner : private MergePlaces<T, C, kHeadDim, kRings, kRowTiles> {
 
   // Batch-invariant: the first block's chunks, which it has folded, then the others one by one.
   __device__ __forceinline__ void fold_chunks(const CutUnit& cut, const RowTile& rows) const {
-    constexpr int kRound = 8;
+    constexpr int kRound = 8;  // loads under way of each kind
     const int first_block = cut.blocks[0];
     const int prefix =
         __ldcg(params_.prefix_chunks + first_block * params_.head_lanes + head_lane_);

@@ -17,8 +17,9 @@ struct DeviceParams {
                             // [grid, max_chunks, groups]
   float2* partial_states;   // [parts, 4 lanes, 3]
   int32_t* row_starts;      // ragged: [B + 1]; sequence b owns rows row_starts[b] ... [b + 1] of q
-  int32_t* prefix_chunks;   // [grid, head_lanes]
-  int32_t* arrivals;        // [grid, head_lanes]
+  int32_t*
+      prefix_chunks;  // [grid, head_lanes]: of the unit that ends a block's share, those it has
+  int32_t* arrivals;  // [grid, head_lanes]
   int32_t num_arrivals;
 
   int32_t group;  // query heads a KV head

@@ -97,11 +97,12 @@ constexpr int slot_bytes(int head_dim, int element_bytes, int cache_bytes, int r
   return (2 * kTileTokens * cache_bytes + row_tiles * kTileRows * element_bytes) * head_dim;
 }
 
-// What the merges keep: states of each warp, a slot and cut units of each ring.
+// What the merges keep (see merge_places.cuh): sums of each warp's state and unit; of each ring a
+// slot and two cut units; marks.
 constexpr int merge_bytes(int rings, int row_tiles) { return rings * (row_tiles * 192 + 160) + 32; }
 
-// Rings, and behind them what the merges keep. This is what a launch asks for; the kernel has a
-// little of its own besides.
+// Rings, and behind them what the merges keep. This is the least that a launch asks for; the kernel
+// has a little of its own besides.
 constexpr int shared_bytes(const KernelShape& shape) {
   return shape.rings * shape.stages *
              slot_bytes(shape.head_dim, shape.element_bytes, shape.cache_bytes, shape.row_tiles) +
@@ -119,6 +120,7 @@ constexpr int unit_buffer_bytes(const KernelShape& shape, bool pairs) {
          kTileRows * 4;
 }
 
+// A sequence a thread, and what blocks find out about their share.
 constexpr int own_shared_bytes(const KernelShape& shape) {
   return 32 * shape.rings * shape.row_tiles * 12 + 256;
 }
@@ -153,14 +155,16 @@ inline void choose_chunks(DecodeConfig& config, const DecodeParams& p, int cache
                         p.num_kv_heads * 4 >= (p.num_kv_heads + pairs - 1) / pairs * pairs * 3;
   config.head_lanes = can_pair && config.head_lanes >= pairs ? pairs : 1;
   config.leaves = config.rings;
+  // Measured: the end of a chunk costs as much as some KB more of K and V.
   config.least_chunk_shift = p.head_dim * cache_bytes <= 128 ? 4 : 3;
-  // So many chunks that a sequence alone fills the card, as far as scratch has room.
-  constexpr int64_t kMostBytes = 60 << 20;
+  // A long sequence alone fills the card although chunks, being powers of 2 of tiles, may be little
+  // more than half as many; as far as scratch has room, of which two parts a block are for others.
+  constexpr int64_t kMostBytes = 60 << 20, kFewest = 8;
   const int64_t part_bytes =
       (can_pair ? pairs : 1) * config.row_tiles * (config.head_dim * kTileRows * 4 + 96);
   const int64_t room = kMostBytes / (limits.num_sms * part_bytes) - 2;
   config.max_chunks = static_cast<int>(
-      std::clamp<int64_t>(limits.num_sms / p.num_kv_heads, 8, std::min<int64_t>(room, 64)));
+      std::max(kFewest, std::min<int64_t>(2 * limits.num_sms / p.num_kv_heads, room)));
 }
 
 // No rings: the device's blocks have too little shared memory for any kernel.
@@ -223,7 +227,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
 
   if (p.batch_invariant) {
     config.grid = limits.num_sms;
-    // What a unit costs at its end tells where blocks have many of them.
+    // Blocks that have many units are those of pairs: see unit_cost above.
     config.unit_cost = config.token_lanes < config.rings ? 8 : 0;
   }
 

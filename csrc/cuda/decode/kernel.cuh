@@ -56,7 +56,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   typename Math::Query query;
   RowTile rows;
   typename Combine::State state;
-  // Of the segment in work:
+  // Of the segment in work or, batch-invariant, its chunk:
   Target target;               // where its result goes
   bool is_new = false;         // its query is yet to be taken from the ring
   int lanes_used = 0;          // token lanes that have a part of it
@@ -68,7 +68,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   // Of the ring:
   int slot = 0;              // the next tile's
   int free_slots = kStages;  // so many before it may be filled
-  bool holds_slot = false;   // the one before it is kept for the merge of token lanes
+  bool holds_slot = false;   // the one before it is kept for the merge of token lanes or chunks
 
   // NOTE: one loop, with one place for each thing that is done. Code is warm in the
   // multiprocessor's instruction cache from one call to the next only as long as it fits there, 128
@@ -129,7 +129,8 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
           state.clear();
         }
       }
-      holds_slot = is_last && params.token_lanes > 1 && !params.has_leaf_buffers;
+      holds_slot =
+          is_last && (params.token_lanes > 1 || params.max_chunks > 0) && !params.has_leaf_buffers;
       free_slots = !holds_slot;
       slot = slot + 1 == kStages ? 0 : slot + 1;
       continue;

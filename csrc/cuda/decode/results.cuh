@@ -129,17 +129,18 @@ class Results {
     const DecodeParams& p = params_.decode;
     const float max = r == 0 ? stats.max.x : stats.max.y;
     constexpr float kLn2 = 0.69314718055994531f, kLog2E = 1.44269504088896340f;
-    // The logit that all weights are relative to. Those of a row that saw no key are all 0.
+    // The logit that all weights are relative to. Those of a row that saw no key, or only scores of
+    // -inf, are all 0. Products and sums are spelled out, for this is compiled into several places.
     const bool sees_no_key = max == -INFINITY;
-    float reference = sees_no_key ? 0.f : max * (params_.scale_log2 * kLn2);
+    float reference = sees_no_key ? 0.f : __fmul_rn(max, __fmul_rn(params_.scale_log2, kLn2));
     float keys_weight = 1, sink_weight = 0;
     if (p.sinks != nullptr) {
       const int row = 2 * (lane_ & 3) + r;
       const float sink = rows.exists(row) ? sink_of<T>(p, rows.head(params_, row)) : -INFINITY;
       if (sink != -INFINITY) {
         const float top = sees_no_key ? sink : fmaxf(reference, sink);
-        keys_weight = sees_no_key ? 0.f : power_of_2((reference - top) * kLog2E);
-        sink_weight = sees_no_key ? 1.f : power_of_2((sink - top) * kLog2E);
+        keys_weight = sees_no_key ? 0.f : power_of_2(__fmul_rn(__fsub_rn(reference, top), kLog2E));
+        sink_weight = sees_no_key ? 1.f : power_of_2(__fmul_rn(__fsub_rn(sink, top), kLog2E));
         reference = top;
       }
     }
@@ -153,7 +154,7 @@ class Results {
       result.factor *=
           __ldcg(p.v_scale.data + min(static_cast<int64_t>(rows.kv_head), last) * p.v_scale.stride);
     }
-    result.lse = reference + log2f(exact_sum) * kLn2;
+    result.lse = fmaf(log2f(exact_sum), kLn2, reference);
     return result;
   }
 

@@ -44,23 +44,25 @@ __device__ __forceinline__ int steps_of(const DeviceParams& params, const Sequen
              : params.unit_cost + ((tiles + (1 << params.line_shift) - 1) >> params.line_shift);
 }
 
-// Tiles that a token lane has in a row, before the next lane's: one or, batch-invariant, as many
-// leaves of a chunk as there are to a lane. What is added up one by one are leaves; how many tiles
-// they have depends on nothing but the sequence itself. These are powers of 2.
+// Batch-invariant: what is added up one by one are leaves. Each token lane adds up a stretch of
+// them, and what these give together is a chunk, between which alone units are cut. How many tiles
+// a leaf has depends on nothing but the sequence itself; it is a power of 2, as the rest are. These
+// are logarithms.
 __device__ __forceinline__ int leaf_shift_of(const DeviceParams& params, const Sequence& sequence) {
   const int tiles = max(tiles_of(params, sequence), 1);
   const int more = params.by_most_leaves.quotient(tiles - 1);
-  // The longer a sequence, the more chunks it has, and the longer ones: the end of each costs as
-  // much as some tiles.
-  const int chunk_shift = params.least_chunk_shift + max(29 - __clz(tiles), 0) / 2;
+  // The longer a sequence, the more chunks it has, and the longer ones, up to 64 tiles unless there
+  // would be too many: the end of each costs as much as some tiles.
+  const int chunk_shift = min(params.least_chunk_shift + max(29 - __clz(tiles), 0) / 2, 6);
   return max(32 - __clz(more), chunk_shift - params.token_lanes_shift - params.leaves_a_lane_shift);
 }
+
+// Not batch-invariant, a lane's stretches are single tiles.
 __device__ __forceinline__ int stretch_shift_of(const DeviceParams& params,
                                                 const Sequence& sequence) {
   return params.max_chunks > 0 ? leaf_shift_of(params, sequence) + params.leaves_a_lane_shift : 0;
 }
 
-// Units are cut at multiples of so many tiles only: a stretch of each token lane.
 __device__ __forceinline__ int chunk_shift_of(const DeviceParams& params,
                                               const Sequence& sequence) {
   return stretch_shift_of(params, sequence) + params.token_lanes_shift;
