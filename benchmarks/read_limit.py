@@ -1,9 +1,9 @@
 """The denominator of every ratio: the time in which the device merely reads the same K and V.
 
 Several ways to read are timed and the fastest counts, because a ratio to a slow read flatters.
-On CUDA: the kernels of read_limit.cu, over the buffers from end to end and page by page in the
-order of the tables, with several unrolls, grids and priorities in the L2. On the CPU: torch's
-reductions.
+On CUDA: the kernels of read_limit.cu, over the buffers from end to end, page by page in the order
+of the tables, and through shared memory a share a block, with several unrolls, grids and priorities
+in the L2. On the CPU: torch's reductions.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.problem import Problem
 UNROLLS = (1, 2, 4, 8)
 BLOCKS_PER_SM = (1, 2, 4, 8, 16)
 L2_PRIORITIES = ("normal", "evict first")
+ORDERS = ("flat", "pages", "ring")  # as read_limit.cu numbers them
 VECTOR_BYTES = 16
 
 # Ways that stay in the race of the real measurement after a short heat.
@@ -92,21 +93,23 @@ class CudaReads:
     def ways(self) -> dict[str, Call]:
         """Every way to read that suits the page size."""
         calls: dict[str, Call] = {}
-        choices = itertools.product(UNROLLS, BLOCKS_PER_SM, L2_PRIORITIES, (False, True))
-        for unroll, per_sm, priority, paged in choices:
-            if paged and unroll * 32 > self._page_vectors:
+        choices = itertools.product(UNROLLS, BLOCKS_PER_SM, L2_PRIORITIES, ORDERS)
+        for unroll, per_sm, priority, order in choices:
+            if order == "pages" and unroll * 32 > self._page_vectors:
+                continue
+            # A ring takes most of a multiprocessor's shared memory.
+            if order == "ring" and per_sm > 1:
                 continue
             blocks = per_sm * self._sms
-            order = "pages" if paged else "flat"
             name = f"read {order} unroll {unroll} grid {blocks} L2 {priority}"
-            calls[name] = self.call(unroll, blocks, paged, priority)
+            calls[name] = self.call(unroll, blocks, order, priority)
         return calls
 
     def call(
         self,
         unroll: int,
         blocks: int,
-        paged: bool,
+        order: str,
         priority: str,
         *,
         checksum: torch.Tensor | None = None,
@@ -114,9 +117,9 @@ class CudaReads:
         """A function of the layer that reads it once on the current stream."""
         pool_pointers = []
         for layer, pool in enumerate(self._problem.pools):
-            # A flat read goes through both halves of the pool, whatever they hold.
+            # But by pages a read goes through both halves of the pool, whatever they hold.
             second = pool.data_ptr() + pool.nbytes // 2
-            v_pointer = self._problem.v[layer].data_ptr() if paged else second
+            v_pointer = self._problem.v[layer].data_ptr() if order == "pages" else second
             pool_pointers.append((pool.data_ptr(), v_pointer))
 
         def read(layer: int) -> None:
@@ -124,12 +127,13 @@ class CudaReads:
             error = self._launch(
                 ctypes.c_void_p(k_pointer),
                 ctypes.c_void_p(v_pointer),
-                ctypes.c_void_p(self._pages.data_ptr() if paged else None),
+                ctypes.c_void_p(self._pages.data_ptr()),
                 ctypes.c_void_p(self._valid.data_ptr()),
                 ctypes.c_int(self._pages.numel()),
                 ctypes.c_int64(self._page_stride),
                 ctypes.c_int(self._page_vectors),
                 ctypes.c_int64(self._vectors),
+                ctypes.c_int(ORDERS.index(order)),
                 ctypes.c_int(unroll),
                 ctypes.c_int(blocks),
                 ctypes.c_int(priority == "evict first"),
@@ -142,7 +146,7 @@ class CudaReads:
         return read
 
     def check(self) -> None:
-        """Shows by a checksum that both kernels read every byte once.
+        """Shows by a checksum that all kernels read every byte once.
 
         Raises:
             RuntimeError: a sum differs from torch's.
@@ -158,11 +162,11 @@ class CudaReads:
         for valid in self._valid.unique().tolist():
             chosen = self._pages[self._valid == valid].long()
             paged += blocks[:, chosen, : valid * VECTOR_BYTES // 4].sum()
-        for unroll, priority, is_paged in itertools.product(UNROLLS, L2_PRIORITIES, (False, True)):
+        for unroll, priority, order in itertools.product(UNROLLS, L2_PRIORITIES, ORDERS):
             checksum = torch.zeros(1, dtype=torch.int32, device=self._pages.device)
-            self.call(unroll, 2 * self._sms, is_paged, priority, checksum=checksum)(0)
-            if (int(checksum) - int(paged if is_paged else flat)) % 2**32:
-                way = f"{'pages' if is_paged else 'flat'} unroll {unroll} L2 {priority}"
+            self.call(unroll, 2 * self._sms, order, priority, checksum=checksum)(0)
+            if (int(checksum) - int(paged if order == "pages" else flat)) % 2**32:
+                way = f"{order} unroll {unroll} L2 {priority}"
                 raise RuntimeError(f"the read kernel misses bytes: {way}")
 
 
