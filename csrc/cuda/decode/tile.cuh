@@ -51,7 +51,9 @@ class TileStream {
 
   // NOTE: each of these copies has registers of its own for its address, for a register that a copy
   // under way still has to read cannot be written: the copies would go out one by one.
-  static constexpr int kCopiesAtATime = kCopies < 16 ? kCopies : kPlain ? 8 : 4;
+  static constexpr int kCopiesAtATime = kCopies < 16 && (kPlain || kHeadDim <= 128) ? kCopies
+                                        : kPlain                                    ? 8
+                                                                                    : 4;
 
   // Whether some live block id of the sequence whose tile is in the slot lies outside the pool. Not
   // every one of its tiles tells, but one of its tiles does.
