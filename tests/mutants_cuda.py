@@ -173,7 +173,7 @@ KERNELS = [
         f"{DECODE}/device_params.cuh",
         "p.v_scale.data == nullptr && params.max_chunks == 0;",
         "p.v_scale.data == nullptr;",
-        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-heads0-None]",
+        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-6-2-None]",
     ),
     HALF(
         "cuda_alibi_sign",
@@ -214,7 +214,7 @@ KERNELS = [
         f"{DECODE}/heuristics.h",
         "p.head_dim * cache_bytes <= 128 ? 4 : 3;",
         "p.batch_size > 1 ? 5 : 4;",
-        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-heads0-None]",
+        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-6-2-None]",
     ),
     HALF(
         "cuda_leaves_by_token_lanes",
@@ -222,7 +222,7 @@ KERNELS = [
         f"{DECODE}/combine.cuh",
         "const int half = (params_.token_lanes + 1) / 2;",
         "const int half = params_.token_lanes;",
-        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-heads1-None]",
+        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-8-8-None]",
     ),
     HALF(
         "cuda_empty_sequence_is_nan",
