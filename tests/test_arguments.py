@@ -292,6 +292,22 @@ def test_wrong_options(
     assert_refused(overload, arguments, argument, form(argument))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, "float16 as q, or fp8 (float8_e4m3fn, float8_e5m2)"),
+        (torch.float32, "float32 as q"),
+    ],
+)
+def test_dtypes_offered_for_a_cache_can_be_had(
+    draw: Draw, device: str, dtype: torch.dtype, expected: str
+) -> None:
+    arguments = decode_arguments(draw, dtype=dtype)
+    cast("k_cache", torch.bfloat16)(arguments)
+    message = f"k_cache must be {expected}, got bfloat16"
+    assert_refused("decode", arguments, "k_cache", re.escape(message))
+
+
 def test_the_tutorials_block_size_is_not_taken_for_an_option(draw: Draw, device: str) -> None:
     """Its kernel's sixth positional argument."""
     case = build(draw, [5])

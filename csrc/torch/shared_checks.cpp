@@ -54,9 +54,10 @@ DType check_caches(const Argument& k_cache, const Argument& v_cache, const Argum
     data.fail("float16 or bfloat16 with an fp8 cache", "float32");
   }
   if (!is_fp8 && k_cache.dtype() != data.dtype()) {
-    k_cache.fail(
-        dtype_name(data.dtype()) + " as " + data.name() + ", or fp8 (float8_e4m3fn, float8_e5m2)",
-        dtype_name(k_cache.dtype()));
+    const bool has_fp8 = data.dtype() != aoti_torch_dtype_float32();
+    k_cache.fail(dtype_name(data.dtype()) + " as " + data.name() +
+                     (has_fp8 ? ", or fp8 (float8_e4m3fn, float8_e5m2)" : ""),
+                 dtype_name(k_cache.dtype()));
   }
   v_cache.expect_dtype(k_cache.dtype());
   if (is_fp8) return is_e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
