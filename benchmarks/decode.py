@@ -141,9 +141,16 @@ def show_list(options: argparse.Namespace) -> None:
 
 
 def run_part(
-    cells: list[Cell], peers: list[Peer], options: argparse.Namespace, bar: Any
-) -> list[CellResult]:
-    """Measures cells with the same kernels and prints their part of the table."""
+    cells: list[Cell],
+    peers: list[Peer],
+    options: argparse.Namespace,
+    bar: Any,
+    keep: Callable[[CellResult], None],
+) -> None:
+    """Measures cells with the same kernels and prints their part of the table.
+
+    `keep` is told of each result as soon as it is there.
+    """
     table = report.Table(options.device, peers, [cell.name for cell in cells])
     bar.write(table.header())
     results = []
@@ -158,32 +165,25 @@ def run_part(
         )
         results.append(measure(problem, peers, options, bar))
         bar.write(table.row(results[-1]))
+        keep(results[-1])
         del problem
         if options.device == "cuda":
             torch.cuda.empty_cache()
     for line in table.summary(results):
         bar.write(line)
-    return results
 
 
 def run_table(options: argparse.Namespace, command: str) -> int:
     """Measures the chosen cells and prints the table, a part for each sweep.
 
+    The result file is written anew after each cell: a run that is broken off has lost nothing.
+
     Returns:
         The exit status: 1 if ours is wrong anywhere or anything beat the read limit.
     """
     bar = progress(len(options.chosen_cells) * options.repeats)
-    results = []
-    for name, cells in itertools.groupby(options.chosen_cells, lambda cell: cell.sweep):
-        variants = list(options.chosen_variants)
-        if name in sweeps.SWEEPS:
-            variants += [Ours(text) for text in sweeps.SWEEPS[name].variants]
-        by_key = {peer.key: peer for peer in [OURS, *variants, *options.chosen_peers]}
-        present = [peer for peer in by_key.values() if peer.missing() is None]
-        results += run_part(list(cells), present, options, bar)
-    bar.close()
-    for note in report.notes(results):
-        print(note)
+    path = report.result_path("decode", options)
+    results: list[CellResult] = []
     content = {
         **report.environment(options.device, command),
         "device_type": options.device,
@@ -194,9 +194,26 @@ def run_table(options: argparse.Namespace, command: str) -> int:
         "padded": options.padded,
         "missing": {p.key: p.missing() for p in options.chosen_peers if p.missing()},
         "left_out": options.left_out,
-        "cells": [result.as_dict() for result in results],
+        "cells": [],
     }
-    report.leave(content, "decode", options)
+
+    def keep(result: CellResult) -> None:
+        results.append(result)
+        content["cells"].append(result.as_dict())
+        if path is not None:
+            report.save(content, path)
+
+    for name, cells in itertools.groupby(options.chosen_cells, lambda cell: cell.sweep):
+        variants = list(options.chosen_variants)
+        if name in sweeps.SWEEPS:
+            variants += [Ours(text) for text in sweeps.SWEEPS[name].variants]
+        by_key = {peer.key: peer for peer in [OURS, *variants, *options.chosen_peers]}
+        present = [peer for peer in by_key.values() if peer.missing() is None]
+        run_part(list(cells), present, options, bar, keep)
+    bar.close()
+    for note in report.notes(results):
+        print(note)
+    report.leave(content, "decode", options, path)
     wrong = any(r.ours_went_wrong() for r in results)
     return int(wrong or any(r.faster_than_read() for r in results))
 

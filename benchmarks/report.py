@@ -323,16 +323,34 @@ def as_text(value: Any, indent: str = "") -> str:
     return ends[0] + ",".join(f"\n{inner}{line}" for line in lines) + f"\n{indent}{ends[1]}"
 
 
-def leave(content: dict[str, Any], kind: str, options: argparse.Namespace) -> None:
-    """Writes a run's result file and draws it, as the options say, and says where."""
-    path = options.json or default_path(kind, options.device)
-    if not options.no_json:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_text(content) + "\n")
+def result_path(kind: str, options: argparse.Namespace) -> Path | None:
+    """Where a run's result file goes; None if there is to be none."""
+    if options.no_json:
+        return None
+    chosen: Path = options.json or default_path(kind, options.device)
+    return chosen
+
+
+def save(content: dict[str, Any], path: Path) -> None:
+    """Writes a result file, of a run that may not have ended: all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(as_text(content) + "\n")
+    unfinished.replace(path)
+
+
+def leave(
+    content: dict[str, Any], kind: str, options: argparse.Namespace, path: Path | None = None
+) -> None:
+    """Writes a run's result file, to `path` if given, and draws it, as the options say."""
+    path = path or result_path(kind, options)
+    if path is not None:
+        save(content, path)
         print(f"written: {path}", file=sys.stderr)
     if options.plots is not None:
+        name = (path or default_path(kind, options.device)).stem
         try:
-            plot.draw(content, options.plots, path.stem)
+            plot.draw(content, options.plots, name)
         except ValueError as error:
             print(f"not drawn: {error}")
 

@@ -33,7 +33,8 @@ SYNTAX = """parts joined by +:
   alibi, sinks   slopes; a sink a head
   qN, qLOW-HIGH  N queries a sequence, or ragged
   append         append_decode: the newest tokens written, then decode, in one call
-  apart          reshape_and_cache, then decode, in two calls"""
+  apart          reshape_and_cache, then decode, in two calls
+  early          under the promise of set_early_start"""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Variant:
         sinks: whether sinks are given.
         invariant: batch_invariant.
         write: one of `WRITES`, empty where nothing is written.
+        early: whether `set_early_start` is on.
     """
 
     cache: str = ""
@@ -59,6 +61,7 @@ class Variant:
     sinks: bool = False
     invariant: bool = False
     write: str = ""
+    early: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The options that are not the op's defaults."""
@@ -78,7 +81,7 @@ def parse_variant(text: str) -> Variant:
     """A variant from its `SYNTAX`.
 
     Raises:
-        ValueError: an unknown part, a bad number, or the same option twice.
+        ValueError: an unknown part, a bad number, the same option twice, or early with append.
     """
     options: dict[str, Any] = {}
     for part in text.split("+"):
@@ -86,7 +89,10 @@ def parse_variant(text: str) -> Variant:
         if name in options:
             raise ValueError(f"variant {text!r} sets {name} twice")
         options[name] = value
-    return Variant(**options)
+    variant = Variant(**options)
+    if variant.early and variant.write == "append":
+        raise ValueError(f"variant {text!r}: append starts early without the promise")
+    return variant
 
 
 def _parse_part(part: str, text: str) -> tuple[str, Any]:
@@ -94,7 +100,7 @@ def _parse_part(part: str, text: str) -> tuple[str, Any]:
         return "cache", part
     if part in WRITES:
         return "write", part
-    if part in ("alibi", "sinks", "invariant"):
+    if part in ("alibi", "sinks", "invariant", "early"):
         return part, True
     name, _, number = part.partition("=")
     try:
@@ -154,6 +160,23 @@ class Ours(Peer):
 
     def bind(self, p: Problem) -> Call:
         """Converts the caches where they are fp8; nothing else to prepare."""
+        call = self._bind(p)
+        if not self.variant.early:
+            return call
+        if p.q.device.type != "cuda":
+            raise Unsupported("only kernels on CUDA start early")
+        set_early_start = torch.ops.paged_attn._set_early_start
+
+        def early(i: int) -> Tensor:
+            previous = set_early_start(True)
+            try:
+                return call(i)
+            finally:
+                set_early_start(previous)
+
+        return early
+
+    def _bind(self, p: Problem) -> Call:
         inputs = self._inputs(p)
         caches = [self._caches(p, layer) for layer in range(p.layers)]
         where = (p.block_tables, p.context_lens, inputs.starts)
@@ -179,7 +202,7 @@ class Ours(Peer):
 
     def exact(self, p: Problem) -> Tensor:
         """The definition's result over what this variant's caches hold."""
-        if self.variant.as_dict().keys() <= {"write", "invariant"}:
+        if self.variant.as_dict().keys() <= {"write", "invariant", "early"}:
             return p.exact
         inputs = self._inputs(p)
         where = (p.block_tables, p.context_lens, inputs.starts)

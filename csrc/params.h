@@ -59,28 +59,27 @@ struct Sequences {
 // j <= i, and with a window those at i - window < j <= i. Query head h reads KV head
 // h / (num_heads / num_kv_heads). paged_attn/reference.py defines the options.
 struct DecodeParams : Sequences {
-  const void* q;              // [B, Q, H, D] or, ragged, [T, H, D]
-  const void* k_cache;        // [N, S, G, D]
-  const void* v_cache;        // [N, S, G, D]
-  const float* alibi_slopes;  // [H], or null
-  const void* sinks;          // [H], fp32 or of dtype; null: none
-  void* out;                  // like q
-  float* lse;                 // out's shape without D, contiguous; null: not wanted
-
-  TokenStrides q_strides;
-  TokenStrides out_strides;
-  TokenStrides lse_strides;
+  const void* k_cache;  // [N, S, G, D]
+  const void* v_cache;  // [N, S, G, D]
   CacheStrides k_strides;
   CacheStrides v_strides;
+  const void* q;  // [B, Q, H, D] or, ragged, [T, H, D]
+  TokenStrides q_strides;
+  int64_t num_kv_heads;  // G
+  int64_t head_dim;      // D: a multiple of 8, at most 256
+  int64_t num_blocks;    // N, the pool's blocks
+  int64_t block_size;    // S, slots a block
+
+  void* out;                  // like q
+  float* lse;                 // out's shape without D, contiguous; null: not wanted
+  const float* alibi_slopes;  // [H], or null
+  const void* sinks;          // [H], fp32 or of dtype; null: none
+  TokenStrides out_strides;
+  TokenStrides lse_strides;
   CacheScale k_scale;
   CacheScale v_scale;
-
   int64_t max_query_len;  // ragged: the most queries a sequence may have; 0: unknown
   int64_t num_heads;      // H
-  int64_t num_kv_heads;   // G
-  int64_t head_dim;       // D: a multiple of 8, at most 256
-  int64_t num_blocks;     // N, the pool's blocks
-  int64_t block_size;     // S, slots a block
   int64_t window;         // keys that a query sees, itself included; 0: all
 
   float scale;

@@ -7,7 +7,14 @@ from . import _registrations as _registrations
 from . import reference as reference
 from ._block_manager import BlockManager, OutOfBlocks, UnknownSequence
 from .cache_ops import append_kv, copy_blocks, reshape_and_cache, swap_blocks
-from .ops import append_decode, decode, decode_with_lse, merge_states, set_checks
+from .ops import (
+    append_decode,
+    decode,
+    decode_with_lse,
+    merge_states,
+    set_checks,
+    set_early_start,
+)
 
 try:
     __version__ = version("paged-attn")
@@ -27,5 +34,6 @@ __all__ = [
     "reference",
     "reshape_and_cache",
     "set_checks",
+    "set_early_start",
     "swap_blocks",
 ]

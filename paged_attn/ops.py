@@ -300,3 +300,31 @@ def set_checks(enabled: bool) -> bool:
     if _library.why_no_cuda is None:
         _ops._set_cuda_checks(enabled)
     return previous
+
+
+def set_early_start(enabled: bool) -> bool:
+    """Lets `decode` on CUDA begin while earlier kernels of its stream still run: a promise.
+
+    The caller promises that whatever precedes a call of `decode` in its stream and may not have
+    ended writes no block table, no context length, no scale, and no keys and values but those of
+    the call's query tokens. q and the query tokens' keys and values may be written until the very
+    kernel before: they are waited for. In a serving engine that is so where tables and lengths of
+    a step are on the device before its first layer runs. A graph that is captured keeps what was
+    set.
+
+    What is gained is the time in which a call finds its work and the first keys and values arrive,
+    some microseconds where the kernel before is a `decode` as well. It concerns calls with the
+    default options (scales of fp8 caches aside) and uniform queries, on devices of compute
+    capability 9.0 on, where docs/support.md says that there is a kernel without options; others
+    wait as always.
+
+    Args:
+        enabled: Whether the promise holds from now on, in all threads.
+
+    Returns:
+        The previous setting; False where there is no CUDA library.
+    """
+    if _library.why_no_cuda is not None:
+        return False
+    previous: bool = _ops._set_early_start(enabled)
+    return previous

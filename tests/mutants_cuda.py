@@ -9,6 +9,8 @@ from mutant import Mutant
 DECODE = "csrc/cuda/decode"
 # What tests run with q of 16 bits, at most 64 head dims and at most 8 query rows a KV head, ...
 HALF = partial(Mutant, device="cuda", shape="{64, 2, 2, 8, 1, 4}")
+# ... 128 head dims, ...
+WIDE = partial(Mutant, device="cuda", shape="{128, 2, 2, 8, 1, 2}")
 # ... with an fp8 cache besides, and with q in fp32.
 FP8 = partial(Mutant, device="cuda", shape="{64, 2, 1, 8, 1, 8}")
 FLOAT = partial(Mutant, device="cuda", shape="{64, 4, 4, 8, 1, 2}")
@@ -98,25 +100,49 @@ KERNELS = [
     HALF(
         "cuda_split_merge_of_other_parts",
         "parts are weighed by their own maxima",
-        f"{DECODE}/combine.cuh",
-        "shuffle(source < 8 ? factors[0] : factors[1], (source & 7) * 4 + (lane_ & 3))",
-        "shuffle(factors[0], (source & 7) * 4 + (lane_ & 3))",
+        f"{DECODE}/state_sums.cuh",
+        "__shfl_sync(~0u, weights[j], i * 8 + row)",
+        "__shfl_sync(~0u, weights[j], row)",
         "test_options.py::test_split_contexts[cuda-None-plain-lens0]",
+    ),
+    HALF(
+        "cuda_earlier_parts_forgotten",
+        "a unit may have any number of parts",
+        f"{DECODE}/combine.cuh",
+        "const int carried = done > 0;",
+        "const int carried = 0;",
+        "test_options.py::test_split_contexts[cuda-None-plain-lens0]",
+    ),
+    HALF(
+        "cuda_one_sequence_without_its_end",
+        "every key is read",
+        f"{DECODE}/schedule.cuh",
+        "params.by_unit_blocks.quotient(tiles + params.unit_blocks - 1);",
+        "params.by_unit_blocks.quotient(tiles);",
+        "test_options.py::test_split_contexts[cuda-None-plain-lens0]",
+    ),
+    HALF(
+        "cuda_early_query_not_waited_for",
+        "an early start waits for the query",
+        f"{DECODE}/kernel.cuh",
+        "      wait_for_kernel_before();\n      if (tile < end_tile) {",
+        "      if (tile < end_tile) {",
+        "test_early_start.py::test_layers_one_after_another[1-None-heads0-64-None]",
     ),
     HALF(
         "cuda_sink_counted_twice",
         "a sink joins the denominator once",
         f"{DECODE}/results.cuh",
-        "sink_weight = sees_no_key ? 1.f : power_of_2(",
-        "sink_weight = sees_no_key ? 1.f : 2 * power_of_2(",
+        "sink_weight = sees_no_key ? 1.f : weight(sink);",
+        "sink_weight = sees_no_key ? 1.f : 2 * weight(sink);",
         "test_options.py::test_sinks_join_once_when_split[cuda]",
     ),
     HALF(
         "cuda_lse_in_base_2",
         "lse is the natural logarithm",
         f"{DECODE}/results.cuh",
-        "result.lse = fmaf(log2f(exact_sum), kLn2, reference);",
-        "result.lse = log2f(exact_sum) + reference;",
+        "fmaf(log2f(exact_sum), kLn2, logits.reference);",
+        "log2f(exact_sum) + logits.reference;",
         "test_numerics.py::test_zero_query_gives_the_mean[cuda-dtype0-None]",
     ),
     HALF(
@@ -131,8 +157,8 @@ KERNELS = [
         "cuda_low_sink_of_a_row_without_keys",
         "a query before the first key gives 0, whatever its sink",
         f"{DECODE}/results.cuh",
-        "keys_weight = sees_no_key ? 0.f : power_of_2(",
-        "keys_weight = power_of_2(",
+        "keys_weight = sees_no_key ? 0.f : weight(",
+        "keys_weight = weight(",
         "test_options.py::test_extreme_sinks[cuda-dtype0]",
     ),
     HALF(
@@ -154,25 +180,25 @@ KERNELS = [
     HALF(
         "cuda_plain_in_spite_of_sinks",
         "a call with an option gets a kernel that has it",
-        f"{DECODE}/device_params.cuh",
-        "p.sinks == nullptr &&",
-        "",
+        f"{DECODE}/heuristics.h",
+        "p.alibi_slopes != nullptr || p.sinks != nullptr ||",
+        "p.alibi_slopes != nullptr ||",
         "test_options.py::test_sinks_join_once_when_split[cuda]",
     ),
     HALF(
         "cuda_plain_in_spite_of_a_v_scale",
         "a call with an option gets a kernel that has it",
-        f"{DECODE}/device_params.cuh",
-        "p.v_scale.data == nullptr && params.max_chunks == 0;",
-        "params.max_chunks == 0;",
+        f"{DECODE}/heuristics.h",
+        "p.k_scale.data != nullptr || p.v_scale.data != nullptr;",
+        "p.k_scale.data != nullptr;",
         "test_options.py::test_scales_are_of_the_kv_head[cuda-v_scale]",
     ),
     HALF(
         "cuda_plain_in_spite_of_batch_invariance",
         "with batch_invariant a sequence's bits are its own",
-        f"{DECODE}/device_params.cuh",
-        "p.v_scale.data == nullptr && params.max_chunks == 0;",
-        "p.v_scale.data == nullptr;",
+        f"{DECODE}/heuristics.h",
+        "p.batch_invariant ? Variant::kInvariant",
+        "false ? Variant::kInvariant",
         "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-6-2-None]",
     ),
     HALF(
@@ -222,7 +248,7 @@ KERNELS = [
         f"{DECODE}/combine.cuh",
         "const int half = (params_.token_lanes + 1) / 2;",
         "const int half = params_.token_lanes;",
-        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-8-8-None]",
+        "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-9-3-None]",
     ),
     HALF(
         "cuda_empty_sequence_is_nan",
@@ -232,7 +258,7 @@ KERNELS = [
         "empty.context_len <= 0, true);",
         "test_numerics.py::test_lengths_without_keys[cuda-None-dtype0]",
     ),
-    HALF(
+    WIDE(
         "cuda_arrivals_not_zeroed",
         "scratch may hold anything",
         f"{DECODE}/prepare.cu",

@@ -221,7 +221,10 @@ sequences.
   depend on its length (with a window its query tokens too), numbers of heads, head dim and dtypes,
   and the kind of GPU: bits are the same in all batches on one, not on all of them. On the CPU every
   call is batch invariant.
-- `softcap`, `window`, ALiBi, sinks and scales are branches of the same kernels.
+- `softcap`, `window`, ALiBi, sinks, scales and `causal=False` are branches of kernels that have all
+  of them. There are smaller ones without options for 16-bit caches and, where blocks have as much
+  shared memory as those of 9.0, for fp8 caches with their scales, for batches of one sequence, and
+  for `batch_invariant` alone up to 128 head dims; the last two with 16-bit caches.
 - fp8 caches have CUDA kernels of their own, which turn what is stored into fp16, exactly.
 - Devices whose blocks may have less shared memory than those of 9.0 run variants with smaller ring
   buffers. These are tested on 9.0, under a limit of {min(every_kernel.LIMITS) // 1024} KB.

@@ -87,9 +87,10 @@ def test_variants_are_right(dtype: str, layout: str, device: str, tmp_path: Path
     """Each against the definition with its option, on one problem and with padding rows."""
     path = tmp_path / "table.json"
     arguments = f"--shape 3,4,2,16,40-90 --padded --layers 2 --dtype {dtype} --layout {layout}"
-    main(f"{arguments} --peers --variants {' '.join(VARIANTS)}", path, device)
+    variants = (*VARIANTS, "early", "e4m3+apart+early") if device == "cuda" else VARIANTS
+    main(f"{arguments} --peers --variants {' '.join(variants)}", path, device)
     kernels = json.loads(path.read_text())["cells"][0]["kernels"]
-    for text in VARIANTS:
+    for text in variants:
         assert kernels[text]["problem"] is None
         assert kernels[text]["median_us"] > 0
     assert kernels["e4m3"]["bytes"] == kernels["ours"]["bytes"] / 2
@@ -122,6 +123,7 @@ def test_variant_that_writes_leaves_the_cache_as_it_was(text: str, device: str) 
     [
         ("2,4,2,16,3 --dtype fp16", "q4", "shorter than its 4 queries"),
         ("2,4,2,16,9 --dtype fp32", "e4m3", "16-bit queries"),
+        ("2,4,2,16,9", "early", "on CUDA"),
     ],
 )
 def test_variant_without_sense_is_unsupported(
@@ -132,6 +134,26 @@ def test_variant_without_sense_is_unsupported(
     problem = json.loads(path.read_text())["cells"][0]["kernels"][variant]["problem"]
     assert problem.startswith("unsupported")
     assert reason in problem
+
+
+def test_what_is_measured_is_kept_when_a_run_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    problems = iter([make_problem])
+
+    def make(*args: Any, **kwargs: Any) -> Problem:
+        try:
+            return next(problems)(*args, **kwargs)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(decode, "make_problem", make)
+    with pytest.raises(KeyboardInterrupt):
+        main("--shape 2,4,2,16,9 2,4,2,16,20 --layers 2 --peers", path)
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert cell["kernels"]["ours"]["median_us"] > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
@@ -227,6 +249,7 @@ def test_help_and_list(capsys: pytest.CaptureFixture[str]) -> None:
         "--variants q",
         "--variants e4m3+e5m2",
         "--variants invariant+invariant",
+        "--variants append+early",
         "--variants +",
     ],
 )

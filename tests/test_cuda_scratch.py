@@ -24,6 +24,7 @@ from test_cuda import (
     poison_free_memory,
     refill,
 )
+from test_every_kernel import LIMITS
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.paged_attn
@@ -185,6 +186,27 @@ def test_a_thousand_runs_under_pressure(
         other_work(draw)
         for ours, theirs in zip(case.decode_with_lse(), expected, strict=True):
             differing += (ours.view(torch.uint8) != theirs).sum()
+    assert int(differing) == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_bits_do_not_depend_on_who_merges(
+    draw: Draw, other_work: Callable[[Draw], None], limit: int, head_dim: int
+) -> None:
+    """Two units of many parts, and a block with a part of both that is now last in one of them and
+    now in both; also with the small ring buffers in which few parts find room at once."""
+    case = build(draw, [20000, 15000], num_heads=8, num_kv_heads=1, head_dim=head_dim)
+    previous = ops._set_shared_memory_cap(limit)
+    try:
+        expected = [tensor.view(torch.uint8) for tensor in case.decode_with_lse()]
+        differing = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(1000):
+            other_work(draw)
+            for ours, theirs in zip(case.decode_with_lse(), expected, strict=True):
+                differing += (ours.view(torch.uint8) != theirs).sum()
+    finally:
+        ops._set_shared_memory_cap(previous)
     assert int(differing) == 0
 
 

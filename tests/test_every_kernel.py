@@ -16,7 +16,7 @@ from accuracy import assert_accurate, assert_lse, assert_same_bits, ulp
 from attention_case import DTYPES, FP8_DTYPES, HALF_DTYPES, Case, Draw, build, pools
 from test_cache import whole_storage
 
-from paged_attn import reference
+from paged_attn import reference, set_early_start
 
 ops = torch.ops.paged_attn
 
@@ -28,9 +28,9 @@ DTYPE_PAIRS = [(dtype, dtype) for dtype in DTYPES] + [
     (dtype, fp8) for dtype in HALF_DTYPES for fp8 in FP8_DTYPES
 ]
 # Few and many sequences; split and whole units; blocks of more, fewer and other than 16 tokens.
-# Those without options have kernels of their own where the cache is of 16 bits.
+# Those without options have kernels of their own, and of these one sequence.
 SHAPES: list[tuple[list[int], int, tuple[int, int], dict[str, Any]]] = [
-    ([700], 16, (8, 8), {"batch_invariant": True, "causal": False}),
+    ([700], 16, (8, 8), {"batch_invariant": True}),
     (
         [0, 33, 1, 260, 17],
         3,
@@ -44,18 +44,20 @@ SHAPES: list[tuple[list[int], int, tuple[int, int], dict[str, Any]]] = [
             "v_scale": "[G]",
         },
     ),
+    ([2500], 16, (8, 2), {}),
     ([20 + 7 * i for i in range(40)], 32, (16, 8), {}),
     ([700, 3], 3, (3, 1), {}),
-    ([700, 40], 8, (32, 2), {"batch_invariant": True, "sinks": torch.float32}),
+    ([700, 40], 8, (32, 2), {"batch_invariant": True}),
+    ([700, 40], 8, (32, 2), {"batch_invariant": True, "sinks": torch.float32, "causal": False}),
 ]
 ROWS = [1, 16]
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
-def short_queries(batch: int) -> list[int]:
-    """Ragged queries, 0 to 3 a sequence."""
-    return [(1 + b * 5) % 4 for b in range(batch)]
+def short_queries(batch: int) -> list[int] | None:
+    """One query, or ragged ones, 0 to 3 a sequence."""
+    return [(1 + b * 5) % 4 for b in range(batch)] if batch > 1 else None
 
 
 @pytest.fixture
@@ -129,6 +131,19 @@ def test_decode(
         if previous is not None:
             ops._set_shared_memory_cap(previous)
     assert_accurate(case, out.cpu(), lse.cpu())
+
+
+@GPU
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("lens", [[700], [300, 5, 0, 40]], ids=len)
+def test_early_start(draw: Draw, lens: list[int], head_dim: int) -> None:
+    case = case_on("cuda", build(draw, lens, num_heads=32, num_kv_heads=4, head_dim=head_dim))
+    expected = case.decode().cpu()
+    set_early_start(True)
+    try:
+        assert_same_bits(case.decode().cpu(), expected)
+    finally:
+        set_early_start(False)
 
 
 # key's dtype, the cache's, and whether there are scales: without, caches of key's dtype take bytes.

@@ -6,7 +6,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +29,12 @@ DTYPES = {
 }
 
 
+# Of enum Variant.
+GENERAL, INVARIANT, PLAIN, ONE = range(4)
+
+
 class Config(NamedTuple):
+    variant: int
     head_dim: int
     rings: int
     row_tiles: int
@@ -37,13 +42,14 @@ class Config(NamedTuple):
     head_lanes: int
     token_lanes: int
     grid: int
+    unit_blocks: int
     min_tiles: int
     unit_cost: int
     line_shift: int
     max_chunks: int
     leaves: int
     least_chunk_shift: int
-    has_leaf_buffers: bool
+    has_state_buffers: bool
     has_unit_buffers: bool
     shared_bytes: int
 
@@ -60,6 +66,7 @@ def choose(
     cache_bytes: int | None = None,
     batch_invariant: bool = False,
     table_tokens: int = 4096,
+    has_options: bool = False,
     num_sms: int = 132,
     shared_kb: int = 227,
 ) -> Config:
@@ -77,13 +84,14 @@ def choose(
             *heads,
             head_dim,
             table_tokens,
+            has_options,
             num_sms,
             shared_kb * 1024,
         )
     )
 
 
-@pytest.mark.parametrize("shared_kb", SHARED_KB)
+@pytest.mark.parametrize("shared_kb", [*SHARED_KB, 120, 200])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -135,6 +143,41 @@ def test_one_sequence_fills_the_card() -> None:
     assert choose(1).grid == 128
     assert choose(1, (8, 1)).grid == 132
     assert choose(1).head_lanes == 1
+
+
+@pytest.mark.parametrize("num_sms", [1, 58, 108, 132, 148])
+@pytest.mark.parametrize("query_len", [1, 4, 9, 64])
+@pytest.mark.parametrize("heads", HEADS)
+def test_one_sequences_units_have_as_many_blocks_each(
+    heads: tuple[int, int], query_len: int, num_sms: int
+) -> None:
+    config = choose(1, heads, query_len=query_len, num_sms=num_sms)
+    passes = -(-query_len * (heads[0] // heads[1]) // (8 * config.row_tiles))
+    units = heads[1] * passes
+    most = num_sms // units * units
+    if most * 6 >= num_sms * 5:
+        assert config.variant == ONE
+        assert config.unit_blocks == num_sms // units
+        assert config.grid == most
+        assert (config.head_lanes, config.token_lanes) == (1, config.rings)
+    else:
+        assert config.variant == PLAIN
+
+
+def test_kernels_are_compiled_for_what_most_calls_ask() -> None:
+    """And those with every option for the rest."""
+    fp8: dict[str, Any] = {"cache_bytes": 1}
+    assert choose(2).variant == choose(2, **fp8).variant == PLAIN
+    assert choose(1).variant == ONE
+    assert choose(1, ragged_tokens=1).variant == choose(1, **fp8).variant == PLAIN
+    assert choose(2, batch_invariant=True).variant == INVARIANT
+    assert choose(1, batch_invariant=True).variant == INVARIANT
+    assert choose(2, batch_invariant=True, head_dim=256).variant == GENERAL
+    assert choose(2, batch_invariant=True, has_options=True).variant == GENERAL
+    assert choose(1, has_options=True).variant == GENERAL
+    assert choose(2, element_bytes=4).variant == GENERAL
+    assert choose(1, shared_kb=99).variant == PLAIN
+    assert choose(2, shared_kb=99, **fp8).variant == GENERAL
 
 
 def test_heads_lie_side_by_side_as_long_as_every_processor_has_a_segment() -> None:
@@ -230,6 +273,12 @@ def test_the_line_is_cut_into_single_tiles_unless_it_is_too_long_for_32_bits() -
         assert 0 < config.line_shift <= 30
         assert units * steps < 2**31
     assert choose(2**31 - 1, (32, 32)).line_shift > 30
+
+
+def test_one_sequence_has_no_line_of_its_own_that_is_too_long_for_32_bits() -> None:
+    assert choose(1, (128, 128), table_tokens=2**26).variant == ONE
+    assert choose(1, (128, 128), table_tokens=2**28).variant == PLAIN
+    assert choose(1, (64, 64), table_tokens=2**31 - 1).variant == PLAIN
 
 
 def test_too_little_shared_memory_is_noticed() -> None:

@@ -30,7 +30,7 @@ PIECES = {
     2: "unsigned short",
     1: "unsigned char",
 }
-# Of `build`'s arguments those with which a call is not plain: see is_plain in device_params.cuh.
+# Of `build`'s arguments those that are options: see choose_variant in heuristics.h.
 OPTIONS = {"causal", "window", "softcap", "alibi", "sinks", "k_scale", "v_scale", "batch_invariant"}
 
 
@@ -44,23 +44,26 @@ def decode_kernels() -> set[str]:
         every_kernel.LIMITS,
     ):
         lens, _, heads, options = shape
-        queries = {"query_len": rows}
-        if rows == 1:
-            queries = {"ragged_tokens": sum(every_kernel.short_queries(len(lens)))}
+        is_ragged = rows == 1 and len(lens) > 1
+        assert options.keys() <= OPTIONS
+        no_options = {"batch_invariant"} | (
+            {"k_scale", "v_scale"} if cache_dtype.itemsize == 1 else set()
+        )
         config = heuristics.choose(
             len(lens),
             heads,
             head_dim,
+            query_len=rows,
+            ragged_tokens=sum(every_kernel.short_queries(len(lens))) if is_ragged else None,
             element_bytes=dtype.itemsize,
             cache_bytes=cache_dtype.itemsize,
             batch_invariant="batch_invariant" in options,
+            has_options=not options.keys() <= no_options,
             shared_kb=min(limit // 1024, max(heuristics.SHARED_KB)),
-            **queries,
         )
-        assert options.keys() <= OPTIONS
-        is_plain = not options and cache_dtype.itemsize == 2
         numbers = (config.head_dim, config.rings, config.row_tiles, config.stages)
-        arguments = [TYPES[dtype], TYPES[cache_dtype], *map(str, numbers), str(is_plain).lower()]
+        types = [TYPES[dtype], TYPES[cache_dtype]]
+        arguments = [*types, *map(str, numbers), f"(Variant){config.variant}"]
         names.add(f"decode_kernel<{', '.join(arguments)}>")
     return names
 
@@ -89,5 +92,6 @@ def test_every_kernel_of_the_library_is_reached() -> None:
     symbols = subprocess.run(
         ["nm", "--demangle", library], capture_output=True, text=True, check=True
     ).stdout
-    compiled = set(re.findall(r"\b(\w+_kernel<[^()]*>)\(", symbols))
+    names = re.findall(r"\b(\w+_kernel<.*?>)\(paged_attn::", symbols)
+    compiled = {name.replace("(paged_attn::cuda::Variant)", "(Variant)") for name in names}
     assert decode_kernels() | other_kernels() == compiled

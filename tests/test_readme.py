@@ -16,10 +16,10 @@ SIGNATURES = re.findall(r"^\| `(\w+)\(([^`]*)\)` \|", README, re.M)
 
 def test_every_op_is_listed() -> None:
     classes = {"BlockManager", "OutOfBlocks", "UnknownSequence"}
-    assert {name for name, _ in SIGNATURES} == {*paged_attn.__all__} - classes - {
-        "reference",
-        "set_checks",
-    }
+    settings = {"set_checks", "set_early_start"}
+    names = {*paged_attn.__all__} - classes - settings - {"reference"}
+    assert {name for name, _ in SIGNATURES} == names
+    assert all(f"`paged_attn.{name}(True)`" in README for name in settings)
 
 
 @pytest.mark.parametrize(("name", "arguments"), SIGNATURES)

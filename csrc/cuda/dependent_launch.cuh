@@ -6,7 +6,7 @@
 
 #include <cuda_runtime.h>
 
-#include "decode/heuristics.h"
+#include "device_limits.h"
 
 namespace paged_attn::cuda {
 

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "decode/heuristics.h"
+#include "device_limits.h"
 
 namespace paged_attn::cuda {
 

@@ -21,7 +21,9 @@ cudaError_t has_dependent_launch(bool& answer);
 
 // All of them launch on `stream`, do not wait, and return CUDA's verdict on the launch.
 // new_tokens: written to the cache first, or null. Old keys and values are read meanwhile.
-cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
+// starts_early: the caller promises that what is still under way in the stream writes no table, no
+// length, no scale, and no keys and values but those of the query tokens.
+cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, bool starts_early,
                    const DecodeConfig& config, const DeviceLimits& limits, void* scratch,
                    cudaStream_t stream);
 // early: directly behind decode's preparation, which vouches for all that was before it.

@@ -53,8 +53,8 @@ std::string cpu_isa() { return cpu::isa_name(); }
 std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, bool batch_invariant,
                                    int64_t batch_size, int64_t query_len, int64_t num_tokens,
                                    int64_t max_query_len, int64_t num_heads, int64_t num_kv_heads,
-                                   int64_t head_dim, int64_t table_tokens, int64_t num_sms,
-                                   int64_t shared_memory) {
+                                   int64_t head_dim, int64_t table_tokens, bool has_options,
+                                   int64_t num_sms, int64_t shared_memory) {
   const int32_t any = 0;
   DecodeParams params{};
   params.dtype = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
@@ -70,11 +70,28 @@ std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, b
   params.head_dim = head_dim;
   params.block_size = 1;
   params.max_blocks = table_tokens;
-  const cuda::DecodeConfig c = cuda::choose_decode_config(
-      params, {static_cast<int>(num_sms), static_cast<int>(shared_memory), true, 0});
-  return {c.head_dim,    c.rings,  c.row_tiles,         c.stages,           c.head_lanes,
-          c.token_lanes, c.grid,   c.min_tiles,         c.unit_cost,        c.line_shift,
-          c.max_chunks,  c.leaves, c.least_chunk_shift, c.has_leaf_buffers, c.has_unit_buffers,
+  params.causal = !has_options;
+  cuda::DeviceLimits limits{};
+  limits.num_sms = static_cast<int>(num_sms);
+  limits.shared_memory_per_block = static_cast<int>(shared_memory);
+  const cuda::DecodeConfig c = cuda::choose_decode_config(params, limits);
+  return {static_cast<int>(c.variant),
+          c.head_dim,
+          c.rings,
+          c.row_tiles,
+          c.stages,
+          c.head_lanes,
+          c.token_lanes,
+          c.grid,
+          c.unit_blocks,
+          c.min_tiles,
+          c.unit_cost,
+          c.line_shift,
+          c.max_chunks,
+          c.leaves,
+          c.least_chunk_shift,
+          c.has_state_buffers,
+          c.has_unit_buffers,
           c.shared_bytes};
 }
 

@@ -36,6 +36,13 @@ std::atomic<int64_t>& shared_memory_cap() {
 
 int64_t set_shared_memory_cap(int64_t bytes) { return shared_memory_cap().exchange(bytes); }
 
+std::atomic<bool>& early_start() {
+  static std::atomic<bool> enabled(false);
+  return enabled;
+}
+
+bool set_early_start(bool enabled) { return early_start().exchange(enabled); }
+
 // Asked for once a thread and device: they do not change.
 const cuda::DeviceLimits& device_limits(int32_t device, const char* op) {
   thread_local int32_t known_device = -1;
@@ -214,8 +221,8 @@ struct CudaBackend {
     }
     const auto bytes = static_cast<int64_t>(cuda::decode_scratch_bytes(params, config));
     const Tensor scratch = empty_on_device(arguments.q, {bytes}, aoti_torch_dtype_uint8());
-    check_cuda(cuda::decode(params, new_tokens, config, scope.limits(), scratch.data_ptr(),
-                            scope.stream()),
+    check_cuda(cuda::decode(params, new_tokens, early_start().load(std::memory_order_relaxed),
+                            config, scope.limits(), scratch.data_ptr(), scope.stream()),
                arguments.op);
   }
 
@@ -275,10 +282,12 @@ STABLE_TORCH_LIBRARY_IMPL(paged_attn, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(paged_attn, m) {
   m.def("_set_cuda_checks(bool enabled) -> bool");
+  m.def("_set_early_start(bool enabled) -> bool");
   m.def("_set_shared_memory_cap(int bytes) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
   m.impl("_set_cuda_checks", TORCH_BOX(&paged_attn::set_checks));
+  m.impl("_set_early_start", TORCH_BOX(&paged_attn::set_early_start));
   m.impl("_set_shared_memory_cap", TORCH_BOX(&paged_attn::set_shared_memory_cap));
 }

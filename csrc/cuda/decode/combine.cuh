@@ -3,110 +3,111 @@
 // a fixed order, so that the result does not depend on who comes when.
 #pragma once
 
-#include "merge_places.cuh"
-#include "results.cuh"
+#include "state_sums.cuh"
 #include "tile.cuh"
 
 namespace paged_attn::cuda {
 
-// The same pointer, which the compiler then keeps in registers. Otherwise it loads the pointer's
-// base from the params again behind each condition that a load through it has, one after the other,
-// before the first of the loads.
-template <typename T>
-__device__ __forceinline__ T* in_registers(T* pointer) {
-  asm("" : "+l"(pointer));
-  return pointer;
-}
-
-template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, bool kPlain>
-class Combiner : private MergePlaces<T, C, kHeadDim, kRings, kRowTiles> {
-  using Places = MergePlaces<T, C, kHeadDim, kRings, kRowTiles>;
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, Variant kVariant>
+class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> {
+  using Sums = StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant>;
+  using Sums::kPieceFloats;
+  using Sums::kPiecesARow;
+  using Sums::kStateFloats;
+  using Sums::kWidth;
+  using typename Sums::Destination;
+  using typename Sums::Piece;
 
  public:
   using Math = TileMath<T, C, kHeadDim>;
   using State = RowState<Math::kFragments>;
-  static constexpr int kFragments = Math::kFragments;
-  using Places::groups;
-  using typename Places::Shared;
+  using Sums::groups;
+  using typename Sums::Shared;
+
+  // So many pieces find room beside the sums of the parts.
+  static constexpr int places_in(int bytes) {
+    return (bytes - kMostParts * kTileRows * static_cast<int>(sizeof(RowSums))) /
+           (kPieceFloats * static_cast<int>(sizeof(float)));
+  }
+  static constexpr int kMostParts = 16;
 
   __device__ __forceinline__ Combiner(const DeviceParams& params, uint8_t* rings, int ring_bytes,
                                       Shared& shared, uint64_t* group_barrier, int head_lane,
                                       int token_lane, int row_tile, int lane)
-      : Places(params, rings, ring_bytes, shared, head_lane, token_lane, row_tile, lane),
-        results_(params, lane),
+      : Sums(params, rings, ring_bytes, shared, head_lane, token_lane, row_tile, lane),
         group_barrier_(group_barrier) {
     if (lane == 0) this->own_cut_ends() = 0;
     __syncwarp();
   }
 
   // Batch-invariant: takes in the state of a leaf that more of this warp's follow in the chunk.
-  __device__ __forceinline__ void keep_leaf(const State& state) {
-    keep(state, this->leaf_buffer(token_lane_));
+  __device__ __forceinline__ void keep_leaf(const State& state, const RowTile& rows) {
+    keep(state, rows, this->state_buffer(token_lane_));
     has_leaves_ = true;
   }
 
   // Takes in the states of a segment or, batch-invariant, of a chunk of it, one of each warp of the
   // head lane; the first `lanes_used` token lanes have one. `held_slot`: a slot of this warp's ring
-  // that it may write to, unless there are leaf buffers. Ends with a barrier of the head lane
-  // unless one sum is all there is.
+  // that it may write to, unless there are state buffers.
   __device__ __forceinline__ void finish(const State& state, const RowTile& rows, int lanes_used,
                                          int held_slot, const Target& target) {
-    // One sum and nothing to add it to.
-    if (lanes_used <= 1 && params_.leaves_a_lane_shift == 0 &&
-        (kPlain || !(target.joins() || target.stays()))) {
-      if (token_lane_ != 0) return;
-      const auto to = results_.destination(rows, state.stats, target);
-#pragma unroll
-      for (int i = 0; i < kFragments; ++i) results_.emit(to, i, state.out[i]);
-      results_.emit_stats(rows, state.stats, target);
-      return;
-    }
+    // Where only the next states are written over the last ones, nobody waited behind these.
+    if (kVariant != Variant::kOne && can_be_late()) meet();
     if (token_lane_ < lanes_used) {
-      if (lane_ == 0 && row_tile_ == 0) {
+      if (!params_.has_state_buffers && lane_ == 0 && row_tile_ == 0) {
         shared_.held_slots[this->ring_index(token_lane_)] = held_slot;
       }
-      keep(state, params_.has_leaf_buffers
-                      ? this->leaf_buffer(token_lane_)
-                      : this->state_in(this->ring_index(token_lane_), held_slot));
+      keep(state, rows,
+           params_.has_state_buffers ? this->state_buffer(token_lane_)
+                                     : this->state_in(this->ring_index(token_lane_), held_slot));
       has_leaves_ = false;
     }
-    group_barrier_.wait();
+    meet();
+    const auto sums = [&](int t, int row) { return shared_.states[warp_index(t)][row]; };
+    const auto outputs = [&](int t, int own) {
+      const int piece = this->piece(own);
+      const int place = this->permuted(piece / kPiecesARow, piece * kPieceFloats + lane_ * kWidth);
+      return Piece::load(this->kept_outputs(t) + place);
+    };
     if (params_.max_chunks > 0) {
-      finish_chunk(rows, lanes_used, target);
+      finish_chunk(rows, lanes_used, sums, outputs, target);
     } else {
-      merge_lanes(rows, lanes_used, target);
+      this->template add_up<kRings>(rows, 0, this->own_pieces(rows), lanes_used, sums, outputs,
+                                    results_.destination(target));
     }
-    group_barrier_.wait();
+    if (!can_be_late()) meet();
   }
 
   // Notes what the share holds of a unit that is not whole in one segment; returns where the
   // segment's result goes, or that of its first chunk.
   __device__ __forceinline__ Target begin_part(const Share& share, const Segment& segment,
-                                               bool is_last_chunk) {
+                                               const RowTile& rows, bool is_last_chunk) {
     const int first_tile = first_tile_of(params_, segment.sequence);
     const bool begins_here = segment.first == first_tile;
     const bool in_chunks = params_.max_chunks > 0;
     if (in_chunks && segment.is_whole(params_)) {
       return Target::of_chunks(0, true, true, is_last_chunk);
     }
+    const int block = share.block_of(lane_ == 0 ? segment.unit_begin : segment.unit_last);
+    const int first_block = __shfl_sync(~0u, block, 0);
     const int chunk_shift = in_chunks ? chunk_shift_of(params_, segment.sequence) : 0;
     const auto chunks = [&](int begin, int end) {
       return (end - begin + (1 << chunk_shift) - 1) >> chunk_shift;
     };
-    if (lane_ == 0) this->own_cut_ends() |= 1 << begins_here;
-    __syncwarp();
-    if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
-      CutUnit& cut = shared_.cuts[head_lane_][begins_here];
-      cut.blocks[lane_] = share.block_of(lane_ == 0 ? segment.unit_begin : segment.unit_last);
-      if (lane_ == 0) {
-        cut.segment = segment;
-        cut.chunks = chunks(segment.first, segment.end);
-        cut.all_chunks = chunks(first_tile, end_tile_of(segment.sequence));
+    int own_parts = 1, all_parts = __shfl_sync(~0u, block, 1) - first_block + 1;
+    if (in_chunks) {
+      own_parts = chunks(segment.first, segment.end);
+      all_parts = chunks(first_tile, end_tile_of(segment.sequence));
+    }
+    if (lane_ == 0) {
+      this->own_cut_ends() |= 1 << begins_here;
+      if (token_lane_ == 0 && row_tile_ == 0) {
+        shared_.cuts[head_lane_][begins_here] = {rows, first_block, own_parts, all_parts};
       }
     }
+    __syncwarp();
     if (!in_chunks) return {this->part_of(blockIdx.x, begins_here), false};
-    const int part =
-        this->chunk_part_of(share.block_of(segment.unit_begin), chunks(first_tile, segment.first));
+    const int part = this->chunk_part_of(first_block, chunks(first_tile, segment.first));
     return Target::of_chunks(part, false, begins_here, is_last_chunk);
   }
 
@@ -115,267 +116,274 @@ class Combiner : private MergePlaces<T, C, kHeadDim, kRings, kRowTiles> {
   // them.
   __device__ __forceinline__ void announce_parts() {
     if (this->own_cut_ends() == 0) return;
-    group_barrier_.wait();
+    meet();
     if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
       bool last = false;
       if (this->own_cut_ends() >> lane_ & 1) {
         const CutUnit& cut = shared_.cuts[head_lane_][lane_];
-        const int counter = cut.blocks[0] * params_.head_lanes + head_lane_;
-        const bool in_chunks = params_.max_chunks > 0;
-        const int count = in_chunks ? cut.chunks : 1;
-        const int all = in_chunks ? cut.all_chunks : cut.blocks[1] - cut.blocks[0] + 1;
-        if (in_chunks && lane_ == 1) params_.prefix_chunks[counter] = count;
-        last = arrive(params_.arrivals + counter, count) + count == all;
+        const int counter = cut.first_block * params_.head_lanes + head_lane_;
+        if (params_.max_chunks > 0 && lane_ == 1) params_.prefix_chunks[counter] = cut.own_parts;
+        last = arrive(params_.arrivals + counter, cut.own_parts) + cut.own_parts == cut.all_parts;
       }
       shared_.is_last[lane_][head_lane_] = last;
     }
-    group_barrier_.wait();
+    meet();
   }
 
-  // The unit cut by this end of the share if it is this block that merges it, else null.
-  __device__ __forceinline__ const CutUnit* unit_to_merge(int end) const {
-    const bool mine = (this->own_cut_ends() >> end & 1) != 0 && shared_.is_last[end][head_lane_];
-    return mine ? &shared_.cuts[head_lane_][end] : nullptr;
-  }
-
-  // Adds up the blocks' parts of a unit into its rows. Each warp does its own fragments.
-  __device__ __forceinline__ void merge_parts(const CutUnit& cut, const RowTile& rows) const {
-    if (params_.max_chunks > 0) {
-      fold_chunks(cut, rows);
-    } else if (this->fragments_a_warp() == 1) {
-      merge_parts_of<1>(cut, rows);
-    } else if (kFragments > 4 && this->fragments_a_warp() > 4) {
-      merge_parts_of<8>(cut, rows);
-    } else {
-      merge_parts_of<4>(cut, rows);
+  // Adds up the parts of the units that this block announced the last of. Each warp does its own
+  // pieces, by way of its ring, which is empty by then.
+  __device__ __forceinline__ void merge_units() const {
+    unsigned ends = this->own_cut_ends();
+    if (ends == 0) return;
+    for (int end = 0; end < 2; ++end) ends &= ~(!shared_.is_last[end][head_lane_] << end);
+    if (ends == 0) return;
+    // First the parts of both are sent for, then they are added up.
+#pragma unroll 1
+    for (int step = 0; step < 4; ++step) {
+      const int end = step & 1;
+      if (ends >> end & 1) merge_unit(end, step < 2);
     }
   }
 
  private:
+  // Where the parts of a unit are.
+  struct Parts {
+    int count;
+    int first;
+    int others;
+    int step;
+
+    __device__ __forceinline__ int operator[](int i) const {
+      return i == 0 ? first : others + i * step;
+    }
+  };
+
+  // Whether a warp may go on while others still read its state: until the next is to be kept.
+  __device__ __forceinline__ bool can_be_late() const {
+    return params_.has_state_buffers && params_.max_chunks == 0;
+  }
+
+  // The warps of the head lane.
+  __device__ __forceinline__ void meet() {
+    if (kRowTiles == 1 && params_.token_lanes == 1) {
+      __syncwarp();
+    } else {
+      group_barrier_.wait();
+    }
+  }
+
   // Leaves a warp's state where the others of its head lane find it, added to what they find there
   // already.
-  __device__ __forceinline__ void keep(const State& state, float4* out) const {
-    RowStats& kept = shared_.states[warp_index(token_lane_)][lane_ & 3];
-    RowStats stats = state.stats;
-    Fold fold;
+  __device__ __forceinline__ void keep(const State& state, const RowTile& rows, float* out) const {
+    const int row = 2 * (lane_ & 3);
+    RowSums* const kept = shared_.states[warp_index(token_lane_)] + row;
+    RowSums sums[2] = {{state.stats.max.x, state.stats.sum.x, state.stats.exact_sum.x, 0},
+                       {state.stats.max.y, state.stats.sum.y, state.stats.exact_sum.y, 0}};
+    Fold folds[2];
     const bool adds = can_keep_leaves(kHeadDim) && has_leaves_;
     if (adds) {
-      RowStats before = kept;
-      fold = Fold(before, stats, params_.scale_log2);
-      stats = before;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        RowSums before = kept[r];
+        folds[r] = Fold(before, sums[r], params_.scale_log2);
+        sums[r] = before;
+      }
       __syncwarp();
     }
 #pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      out[i * 32 + lane_] = adds ? fold(out[i * 32 + lane_], state.out[i]) : state.out[i];
-    }
-    if (lane_ < 4) kept = stats;
-    __syncwarp();
-  }
-
-  // Adds up the token lanes' states, by fragments.
-  __device__ __forceinline__ void merge_lanes(const RowTile& rows, int lanes_used,
-                                              const Target& target) const {
-    // Lane l looks after token lane l / 4: its factor, and where its state lies.
-    const int mine = lane_ >> 2;
-    RowStats of_lane[1];
-    float2 factor[1];
-    of_lane[0].clear();
-    int offset = 0;
-    if (mine < lanes_used) {
-      of_lane[0] = shared_.states[warp_index(mine)][lane_ & 3];
-      offset = static_cast<int>(reinterpret_cast<const uint8_t*>(this->held_state(mine)) - rings_);
-    }
-    RowStats stats;
-    stats.clear();
-    stats.max = max_over_tokens(of_lane[0].max);
-    stats.add(of_lane, factor, params_.scale_log2);
-    const auto to = results_.destination(rows, stats, target);
-#pragma unroll 1
-    for (int i = this->first_fragment(); i < this->first_fragment() + this->own_fragments(); ++i) {
-      float4 total = make_float4(0, 0, 0, 0);
+    for (int r = 0; r < 2; ++r) {
+      if (!rows.exists(row + r)) continue;
+      float* const to = out + (row + r) * kHeadDim;
+      const auto put = [&](int d, float x) {
+        float& place = to[this->permuted(row, d)];
+        place = adds ? folds[r](place, x) : x;
+      };
 #pragma unroll
-      for (int t = 0; t < kRings; ++t) {
-        const float2 f = shuffle(factor[0], t * 4 + (lane_ & 3));
-        const uint8_t* out = rings_ + __shfl_sync(~0u, offset, t * 4);
-        if (t < lanes_used) {
-          add_scaled(total, reinterpret_cast<const float4*>(out)[i * 32 + lane_], f);
-        }
+      for (int i = 0; i < Math::kFragments; ++i) {
+        const int d = i * 16 + Math::first_dim(lane_);
+        put(d, r == 0 ? state.out[i].x : state.out[i].y);
+        put(d + Math::kSecondDim, r == 0 ? state.out[i].z : state.out[i].w);
       }
-      results_.emit(to, i, total);
     }
-    if (token_lane_ == 0) results_.emit_stats(rows, stats, target);
+    if (lane_ < 4) {
+      kept[0] = sums[0];
+      kept[1] = sums[1];
+    }
+    __syncwarp();
   }
 
   // Batch-invariant: the leaves of a chunk, and the unit's chunks before it. However many token
   // lanes share the leaves, the sums are those of its first half one after another and those of its
   // second, and then these two.
+  template <typename SumsOf, typename OutputsOf>
   __device__ __forceinline__ void finish_chunk(const RowTile& rows, int lanes_used,
-                                               const Target& target) {
-    const auto fold_lanes = [&](int fragment, int begin, int end, RowStats& stats) {
-      const auto state = [&](int t) { return shared_.states[warp_index(t)][lane_ & 3]; };
-      const auto output = [&](int t) {
-        return (params_.has_leaf_buffers ? this->leaf_buffer(t)
-                                         : this->held_state(t))[fragment * 32 + lane_];
-      };
-      stats = state(begin);
-      float4 total = output(begin);
+                                               const SumsOf& sums_of, const OutputsOf& outputs_of,
+                                               const Target& target) const {
+    const int half = (params_.token_lanes + 1) / 2;
+    const Destination to = results_.destination(target);
 #pragma unroll 1
-      for (int t = begin + 1; t < end; ++t) {
-        total = Fold(stats, state(t), params_.scale_log2)(total, output(t));
-      }
-      return total;
-    };
-    const auto fold_leaves = [&](int fragment, RowStats& stats) {
-      const int half = (params_.token_lanes + 1) / 2;
-      float4 total = fold_lanes(fragment, 0, min(half, lanes_used), stats);
+    for (int own = 0; own < this->own_pieces(rows); ++own) {
+      const int row = this->row_of(own), piece_of_row = this->piece(own) % kPiecesARow;
+      RowSums sums;
+      Piece total = this->fold(own, 0, min(half, lanes_used), sums, sums_of, outputs_of);
       if (lanes_used > half) {
-        RowStats more;
-        const float4 second = fold_lanes(fragment, half, lanes_used, more);
-        total = Fold(stats, more, params_.scale_log2)(total, second);
+        RowSums more;
+        const Piece second = this->fold(own, half, lanes_used, more, sums_of, outputs_of);
+        total.take_in(second, Fold(sums, more, params_.scale_log2));
       }
-      return total;
-    };
-    RowStats stats;
-    stats.clear();
-#pragma unroll 1
-    for (int i = this->first_fragment(); i < this->first_fragment() + this->own_fragments(); ++i) {
-      float4 total = fold_leaves(i, stats);
+      RowSums& unit_sums = shared_.unit_sums[warp_index(token_lane_)][row];
+      float* const unit_outputs =
+          this->unit_outputs() + this->piece(own) * kPieceFloats + lane_ * kWidth;
       if (target.joins()) {
-        const RowStats leaves = stats;
-        stats = shared_.unit_stats[warp_index(token_lane_)][lane_ & 3];
-        total = Fold(stats, leaves, params_.scale_log2)(this->unit_sums()[i * 32 + lane_], total);
+        const RowSums leaves = sums;
+        const Piece chunk = total;
+        sums = unit_sums;
+        total = Piece::load(unit_outputs);
+        total.take_in(chunk, Fold(sums, leaves, params_.scale_log2));
       }
       if (target.stays()) {
-        this->unit_sums()[i * 32 + lane_] = total;
+        total.store(unit_outputs);
+        __syncwarp();
+        // Where this warp has all of the row's pieces they all join the same.
+        const bool is_last = params_.token_lanes > 1 || piece_of_row == kPiecesARow - 1;
+        if (lane_ == 0 && is_last) unit_sums = sums;
       } else {
-        results_.emit(results_.destination(rows, stats, target), i, total);
+        const bool writes = lane_ == 0 && piece_of_row == 0;
+        this->write(results_.finish_row(rows, row, sums, writes, to), own, 0, total, to);
       }
-    }
-    if (target.stays()) {
-      __syncwarp();
-      if (lane_ < 4) shared_.unit_stats[warp_index(token_lane_)][lane_] = stats;
-      __syncwarp();
-    } else if (token_lane_ == 0) {
-      results_.emit_stats(rows, stats, target);
     }
   }
 
-  // Batch-invariant: the first block's chunks, which it has folded, then the others one by one.
-  __device__ __forceinline__ void fold_chunks(const CutUnit& cut, const RowTile& rows) const {
-    constexpr int kRound = 8;  // loads under way of each kind
-    const int first_block = cut.blocks[0];
+  __device__ __forceinline__ Parts parts_of(const CutUnit& cut) const {
+    if (params_.max_chunks == 0) {
+      return {cut.all_parts, this->part_of(cut.first_block, true),
+              this->part_of(cut.first_block, false), 2 * groups()};
+    }
+    // The first block's chunks, which it has folded, then the others one by one.
     const int prefix =
-        __ldcg(params_.prefix_chunks + first_block * params_.head_lanes + head_lane_);
+        __ldcg(params_.prefix_chunks + cut.first_block * params_.head_lanes + head_lane_);
+    return {1 + cut.all_parts - prefix, this->chunk_part_of(cut.first_block, 0),
+            this->chunk_part_of(cut.first_block, prefix - 1), groups()};
+  }
+
+  // As many parts at a time as fit into half of this warp's ring; what they give is carried there
+  // to the next. (Half even if the other end has none to merge, for how many are added up at once
+  // decides the last bits.) `sends`: only the first copies start.
+  __device__ __forceinline__ void merge_unit(int end, bool sends) const {
+    const CutUnit& cut = shared_.cuts[head_lane_][end];
+    RowTile rows = cut.rows;
+    rows.first += row_tile_ * kTileRows;
+    const Parts parts = parts_of(cut);
+    const int bytes = ring_part_bytes(ring_bytes_, kRowTiles) / 2;
+    auto* const all_sums = reinterpret_cast<RowSums*>(this->ring_part() + end * bytes);
+    auto* const all_outputs = reinterpret_cast<float*>(all_sums + kMostParts * kTileRows);
+    const int places = places_in(bytes);
+    const int own_pieces = this->own_pieces(rows);
+    int pieces = own_pieces, most = min(parts.count, kMostParts);
+    if (pieces * most > places) {
+      pieces = 1;
+      most = min(places, kMostParts);
+    }
+    const auto sums_of = [&](int i, int row) { return all_sums[i * kTileRows + row]; };
 #pragma unroll 1
-    for (int i = this->first_fragment(); i < this->first_fragment() + this->own_fragments(); ++i) {
-      RowStats stats = results_.load_stats(this->chunk_part_of(first_block, 0));
-      float4 total = results_.load_output(rows, this->chunk_part_of(first_block, 0), i);
+    for (int piece = 0; piece < own_pieces; piece += pieces) {
+      const auto outputs_of = [&](int i, int own) {
+        return Piece::load(all_outputs + (i * pieces + own - piece) * kPieceFloats +
+                           lane_ * kWidth);
+      };
 #pragma unroll 1
-      for (int begin = prefix; begin < cut.all_chunks; begin += kRound) {
-        RowStats each[kRound];
-        float4 outs[kRound];
-#pragma unroll
-        for (int k = 0; k < kRound; ++k) {
-          const int part = this->chunk_part_of(first_block, min(begin + k, cut.all_chunks - 1));
-          each[k] = results_.load_stats(part);
-          outs[k] = results_.load_output(rows, part, i);
+      for (int done = 0; done < parts.count;) {
+        const int carried = done > 0;
+        const int count = carried + min(most - carried, parts.count - done);
+        if (sends || piece + done > 0) {
+          copy_parts(rows, parts, done - carried, carried, count, piece, pieces, all_sums,
+                     all_outputs);
+          if (sends) return;
         }
-#pragma unroll
-        for (int k = 0; k < kRound; ++k) {
-          if (begin + k < cut.all_chunks) {
-            total = Fold(stats, each[k], params_.scale_log2)(total, outs[k]);
-          }
+        done += count - carried;
+        Destination to;
+        if (done < parts.count) to = {all_outputs, all_sums, true};
+        wait_copies<0>();
+        __syncwarp();
+        if (params_.max_chunks > 0) {
+          fold_parts(rows, piece, piece + pieces, count, sums_of, outputs_of, to);
+        } else {
+          this->template add_up<kMostParts>(rows, piece, piece + pieces, count, sums_of, outputs_of,
+                                            to);
         }
+        __syncwarp();
       }
-      results_.emit(results_.destination(rows, stats, Target{}), i, total);
-      if (token_lane_ == 0 && i == 0) results_.emit_stats(rows, stats, Target{});
     }
   }
 
-  // kEach fragments at a time, and as many parts as keep 16 loads under way.
-  template <int kEach>
-  __device__ __forceinline__ void merge_parts_of(const CutUnit& cut, const RowTile& rows) const {
-    constexpr int kRound = 16, kPartsALoad = kRound / kEach;
-    const bool has_rows = rows.exists(2 * (lane_ & 3));
+  // Parts first + [begin, end) to places [begin, end), of this warp's pieces so many from one on.
+  __device__ __forceinline__ void copy_parts(const RowTile& rows, const Parts& parts, int first,
+                                             int begin, int end, int piece, int pieces,
+                                             RowSums* sums, float* outputs) const {
+    const int row = lane_ & 7;
 #pragma unroll 1
-    for (int done = 0; done < this->own_fragments(); done += kEach) {
-      const int left = has_rows ? this->own_fragments() - done : 0;
-      RowState<kEach> total;
-      total.clear();
-      const float4* const outputs =
-          in_registers(params_.partial_outputs + (this->first_fragment() + done) * 32 + lane_);
+    for (int i = begin + (lane_ >> 3); i < end; i += 4) {
+      copy_async(shared_address(sums + i * kTileRows + row),
+                 params_.partial_sums + parts[first + i] * kTileRows + row, rows.exists(row));
+    }
+    if (lane_ < kPieceFloats / 4) {
 #pragma unroll 1
-      for (int first = cut.blocks[0]; first <= cut.blocks[1]; first += kRound) {
-        const int count = min(kRound, cut.blocks[1] - first + 1);
-        // Block first's part as if its unit began before it, and how far it is to the next block's.
-        // Only in the unit's first block does it begin, and that is part 0 of the first round.
-        const int place = this->part_of(first, false),
-                  step = this->part_of(1, false) - this->part_of(0, false);
-        const int begins_here =
-            first == cut.blocks[0] ? this->part_of(0, true) - this->part_of(0, false) : 0;
-        RowStats each[kRound / 8];
-        float2 factors[kRound / 8];
-#pragma unroll
-        for (int h = 0; h < kRound / 8; ++h) {
-          const int i = h * 8 + (lane_ >> 2);
-          each[h].clear();
-          if (i < count) {
-            const int part = place + i * step + (i == 0 ? begins_here : 0);
-            each[h] = results_.load_stats(part);
-          }
+      for (int own = 0; own < pieces; ++own) {
+        const float* from =
+            params_.partial_outputs + this->piece(piece + own) * kPieceFloats + lane_ * 4;
+        uint32_t to = shared_address(outputs + (begin * pieces + own) * kPieceFloats + lane_ * 4);
+        const uint32_t step = pieces * kPieceFloats * 4;
+        int i = begin;
+        if (first + begin == 0) {
+          copy_async(to, from + parts.first * kStateFloats, true);
+          to += step;
+          ++i;
         }
+        from += (parts.others + (first + i) * parts.step) * kStateFloats;
 #pragma unroll 1
-        for (int begin = 0; begin < count; begin += kPartsALoad) {
-          float4 loaded[kPartsALoad][kEach];
+        for (; i < end; i += 4) {
 #pragma unroll
-          for (int i = 0; i < kPartsALoad; ++i) {
-            const int part = place + (begin + i) * step + (i == 0 && begin == 0 ? begins_here : 0);
-            const float4* from = in_registers(outputs + part * kFragments * 32);
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-              loaded[i][k] = make_float4(0, 0, 0, 0);
-              if (begin + i < count && k < left) loaded[i][k] = __ldcg(from + k * 32);
+          for (int k = 0; k < 4; ++k) {
+            if (i + k < end) {
+              copy_async(to + k * step, from + k * parts.step * kStateFloats, true);
             }
           }
-          if (begin == 0) {
-            const float2 max = max_over_tokens(larger(each[0].max, each[1].max));
-            total.raise_max(larger(total.stats.max, max), params_.scale_log2);
-            total.stats.add(each, factors, params_.scale_log2);
-          }
-#pragma unroll
-          for (int i = 0; i < kPartsALoad; ++i) {
-            const int source = begin + i;
-            const float2 f =
-                shuffle(source < 8 ? factors[0] : factors[1], (source & 7) * 4 + (lane_ & 3));
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) add_scaled(total.out[k], loaded[i][k], f);
-          }
+          to += 4 * step;
+          from += 4 * parts.step * kStateFloats;
         }
       }
-      const auto to = results_.destination(rows, total.stats, Target{});
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        if (done + k < this->own_fragments())
-          results_.emit(to, this->first_fragment() + done + k, total.out[k]);
-      }
-      if (token_lane_ == 0 && done == 0) results_.emit_stats(rows, total.stats, Target{});
+    }
+    commit_copies();
+  }
+
+  template <typename SumsOf, typename OutputsOf>
+  __device__ __forceinline__ void fold_parts(const RowTile& rows, int first, int end, int count,
+                                             const SumsOf& sums_of, const OutputsOf& outputs_of,
+                                             const Destination& to) const {
+#pragma unroll 1
+    for (int own = first; own < end; ++own) {
+      RowSums sums;
+      Piece total = this->fold(own, 0, count, sums, sums_of, outputs_of);
+      __syncwarp();
+      const bool is_last = own + 1 == end || this->row_of(own + 1) != this->row_of(own);
+      const bool writes = to.is_carried ? is_last : this->piece(own) % kPiecesARow == 0;
+      this->write(results_.finish_row(rows, this->row_of(own), sums, lane_ == 0 && writes, to), own,
+                  own - first, total, to);
     }
   }
 
-  using Places::group;
-  using Places::head_lane_;
-  using Places::lane_;
-  using Places::params_;
-  using Places::rings_;
-  using Places::row_tile_;
-  using Places::shared_;
-  using Places::token_lane_;
-  using Places::warp_index;
+  using Sums::head_lane_;
+  using Sums::lane_;
+  using Sums::params_;
+  using Sums::results_;
+  using Sums::ring_bytes_;
+  using Sums::row_tile_;
+  using Sums::shared_;
+  using Sums::token_lane_;
+  using Sums::warp_index;
 
-  Results<T, C, kHeadDim> results_;
   GroupBarrier group_barrier_;
-  bool has_leaves_ = false;  // of the chunk in work, in this warp's leaf buffer
+  bool has_leaves_ = false;  // of the chunk in work, in this warp's state buffer
 };
 
 }  // namespace paged_attn::cuda

@@ -11,13 +11,14 @@
 
 #include "../kernels.h"
 #include "launch.h"
+#include "softmax.cuh"
 
 namespace paged_attn::cuda {
 namespace {
 
 // How scratch is divided, in bytes from its start.
 struct ScratchLayout {
-  size_t partial_states;
+  size_t partial_sums;
   size_t row_starts;
   size_t prefix_chunks;
   size_t arrivals;
@@ -27,8 +28,8 @@ struct ScratchLayout {
   ScratchLayout(const DecodeParams& params, const DecodeConfig& config) {
     const auto groups = static_cast<size_t>(config.grid) * config.head_lanes * config.row_tiles;
     const size_t parts = (2 + static_cast<size_t>(config.max_chunks)) * groups;
-    partial_states = parts * (config.head_dim / 16) * 32 * sizeof(float4);
-    row_starts = partial_states + parts * 4 * 3 * sizeof(float2);
+    partial_sums = parts * kTileRows * config.head_dim * sizeof(float);
+    row_starts = partial_sums + parts * kTileRows * sizeof(RowSums);
     prefix_chunks =
         row_starts + (params.cu_seqlens_q ? (params.batch_size + 1) * sizeof(int32_t) : 0);
     num_arrivals = static_cast<size_t>(config.grid) * config.head_lanes;
@@ -78,7 +79,7 @@ size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& conf
   return ScratchLayout(params, config).bytes;
 }
 
-cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
+cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, bool starts_early,
                    const DecodeConfig& config, const DeviceLimits& limits, void* scratch,
                    cudaStream_t stream) {
   if (params.num_tokens == 0) return cudaSuccess;
@@ -86,8 +87,8 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
   auto* bytes = static_cast<uint8_t*>(scratch);
   DeviceParams device{};
   device.decode = params;
-  device.partial_outputs = reinterpret_cast<float4*>(bytes);
-  device.partial_states = reinterpret_cast<float2*>(bytes + layout.partial_states);
+  device.partial_outputs = reinterpret_cast<float*>(bytes);
+  device.partial_sums = reinterpret_cast<RowSums*>(bytes + layout.partial_sums);
   device.row_starts = reinterpret_cast<int32_t*>(bytes + layout.row_starts);
   device.prefix_chunks = reinterpret_cast<int32_t*>(bytes + layout.prefix_chunks);
   device.arrivals = reinterpret_cast<int32_t*>(bytes + layout.arrivals);
@@ -99,17 +100,17 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
       static_cast<int32_t>((params.num_kv_heads + config.head_lanes - 1) / config.head_lanes);
   device.head_lanes = config.head_lanes;
   device.token_lanes = config.token_lanes;
-  while (1 << device.token_lanes_shift < config.token_lanes) ++device.token_lanes_shift;
+  device.token_lanes_shift = log2_of(config.token_lanes);
+  device.unit_blocks = config.unit_blocks;
+  device.by_unit_blocks = Divisor(std::max(config.unit_blocks, 1));
   device.line_shift = config.line_shift;
   device.max_chunks = config.max_chunks;
   if (config.max_chunks > 0) {
     device.by_most_leaves = Divisor(config.max_chunks * config.leaves);
     device.least_chunk_shift = config.least_chunk_shift;
-    while (config.token_lanes << device.leaves_a_lane_shift < config.leaves) {
-      ++device.leaves_a_lane_shift;
-    }
+    device.leaves_a_lane_shift = static_cast<int8_t>(log2_of(config.leaves / config.token_lanes));
   }
-  device.has_leaf_buffers = config.has_leaf_buffers;
+  device.has_state_buffers = config.has_state_buffers;
   device.has_unit_buffers = config.has_unit_buffers;
   device.unit_cost = config.unit_cost >> config.line_shift;
   device.by_head_groups = Divisor(device.head_groups);
@@ -133,10 +134,14 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens,
   // Weights are at most 2^8 then, far from overflow in fp16, and rescaling is rare.
   device.slack = device.scale_log2 > 8 / kMost ? 8 / device.scale_log2 : kMost;
   const TokenStrides& out = params.out_strides;
-  device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % 4 == 0 &&
-                          (out.batch | out.token | out.head) % 2 == 0;
+  const size_t four_elements = params.dtype == DType::kFloat32 ? 16 : 8;
+  device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % four_elements == 0 &&
+                          (out.batch | out.token | out.head) % 4 == 0;
 
-  if (new_tokens != nullptr) {
+  // Ragged rows are found by prepare_kernel, for which every block waits before all else.
+  device.starts_early = starts_early && new_tokens == nullptr && is_plain(config.variant) &&
+                        params.cu_seqlens_q == nullptr;
+  if (device.starts_early || new_tokens != nullptr) {
     // Halves of 16 bytes pass through the L1, by lines that neighbouring slots may share. (With
     // ragged queries every block waits before all else: see kernel.cuh.)
     const bool share_lines = params.cache_dtype != params.dtype && params.head_dim % 16 != 0;

@@ -7,26 +7,22 @@
 
 namespace paged_attn::cuda {
 
+struct RowSums;
+
 // The window of a call without one.
 constexpr int32_t kAllKeys = 0x7fffffff;
 
+// NOTE: params come to a multiprocessor by lines of 64 bytes, at the cost of some 300 cycles for
+// the first that a kernel reads of each. What is read before the first load of K comes first, here
+// and in DecodeParams.
 struct DeviceParams {
-  DecodeParams decode;
-  // Scratch, in this order in one allocation. Groups: head_lanes by row tiles, a warp tile of rows.
-  float4* partial_outputs;  // [parts, head_dim / 16, 32 lanes]; parts: [grid, 2, groups], and then
-                            // [grid, max_chunks, groups]
-  float2* partial_states;   // [parts, 4 lanes, 3]
-  int32_t* row_starts;      // ragged: [B + 1]; sequence b owns rows row_starts[b] ... [b + 1] of q
-  int32_t*
-      prefix_chunks;  // [grid, head_lanes]: of the unit that ends a block's share, those it has
-  int32_t* arrivals;  // [grid, head_lanes]
-  int32_t num_arrivals;
-
   int32_t group;  // query heads a KV head
   Divisor by_group;
   Divisor by_block_size;
   Divisor by_head_groups;
   Divisor by_grid;
+  Divisor by_unit_blocks;
+  int32_t unit_blocks;  // Variant::kOne: so many blocks share each unit
   int32_t head_groups;  // KV heads by head_lanes at a time
   int32_t head_lanes;
   int32_t token_lanes;
@@ -34,47 +30,55 @@ struct DeviceParams {
   int32_t min_steps;          // a block with fewer steps than this is not worth its merge
   int32_t line_shift;         // see schedule.cuh
   int32_t unit_cost;          // steps that a unit counts for besides its tiles
-  // Batch-invariant: a unit is cut into at most so many chunks (else 0), which hold a power of 2 of
-  // leaves for each token lane. A leaf has a power of 2 of tiles.
-  int32_t max_chunks;
-  Divisor by_most_leaves;  // of all chunks
-  int32_t leaves_a_lane_shift;
-  int32_t least_chunk_shift;
-  bool has_leaf_buffers;  // shared memory for a state of each warp beside the rings
-  bool has_unit_buffers;  // and for one of each KV head behind that
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.
   int32_t run_shift;
   int32_t num_new_keys;  // the kernel before may still be writing a sequence's last so many
   int32_t window;        // keys that a query sees, itself included; or kAllKeys
+  // Batch-invariant: a unit is cut into at most so many chunks (else 0), which hold a power of 2 of
+  // leaves for each token lane. A leaf has a power of 2 of tiles.
+  int32_t max_chunks;
+  int8_t leaves_a_lane_shift;
+  bool has_state_buffers;  // shared memory for a state of each warp beside the rings
+  bool has_unit_buffers;   // and for one of each KV head behind that
+  bool starts_early;       // without options: see kernels.h
+  bool has_transforms;     // softcap or ALiBi
+  bool out_is_aligned;     // every row of out starts at a multiple of 4 elements
 
   // A score is score_factor * (q . k), times the KV head's k_scale, changed by softcap and ALiBi if
   // there is one of them; its weight is 2^(score * scale_log2). The larger has more weight.
   float score_factor;
   float scale_log2;
-  float slack;          // a score may exceed the row's reference by so much
-  bool has_transforms;  // softcap or ALiBi
-  bool out_is_aligned;  // every row of out starts at a multiple of 4 bytes
+  float slack;  // a score may exceed the row's reference by so much
+
+  DecodeParams decode;
+
+  // Scratch, in this order in one allocation. Groups: head_lanes by row tiles, a warp tile of rows.
+  float* partial_outputs;  // [parts, kTileRows, head_dim]; parts: [grid, 2, groups], and then
+                           // [grid, max_chunks, groups]
+  RowSums* partial_sums;   // [parts, kTileRows]
+  int32_t* row_starts;     // ragged: [B + 1]; sequence b owns rows row_starts[b] ... [b + 1] of q
+  int32_t*
+      prefix_chunks;  // [grid, head_lanes]: of the unit that ends a block's share, those it has
+  int32_t* arrivals;  // [grid, head_lanes]
+  int32_t num_arrivals;
+
+  Divisor by_most_leaves;  // batch-invariant: of all chunks
+  int32_t least_chunk_shift;
 };
 
-// Whether a call takes none of decode's options. Most do not: for them and 16-bit caches there are
-// plain kernels, which are compiled without the options' code.
-inline bool is_plain(const DeviceParams& params) {
-  const DecodeParams& p = params.decode;
-  return p.causal && params.window == kAllKeys && !params.has_transforms && p.sinks == nullptr &&
-         p.k_scale.data == nullptr && p.v_scale.data == nullptr && params.max_chunks == 0;
-}
-
-// Tells the compiler what is_plain() has found to be so.
-__device__ __forceinline__ void leave_out_options(DeviceParams& params) {
+// Tells the compiler what choose_variant() has found to be so.
+template <Variant kVariant>
+__device__ __forceinline__ void leave_out_options(DeviceParams& params, const KernelShape& shape) {
   DecodeParams& p = params.decode;
   p.causal = true;
   params.window = kAllKeys;
   params.has_transforms = false;
   p.sinks = nullptr;
-  p.k_scale.data = p.v_scale.data = nullptr;
+  if (shape.cache_bytes != 1) p.k_scale.data = p.v_scale.data = nullptr;
+  if (kVariant == Variant::kInvariant) return;
   params.max_chunks = 0;
   params.leaves_a_lane_shift = 0;
-  params.has_leaf_buffers = false;
+  params.has_state_buffers = has_plain_state_buffers(shape);
 }
 
 }  // namespace paged_attn::cuda

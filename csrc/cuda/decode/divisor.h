@@ -32,6 +32,13 @@ struct Divisor {
   }
 };
 
+// Of a power of 2.
+constexpr PAGED_ATTN_HOST_DEVICE int log2_of(int power) {
+  int log2 = 0;
+  while (1 << log2 < power) ++log2;
+  return log2;
+}
+
 // Checked where it is compiled: quotients next to multiples, small and large.
 constexpr bool divides_like(int64_t d) {
   const Divisor divisor(d);

@@ -8,14 +8,17 @@
 
 namespace paged_attn::cuda {
 
-// One block's share. kPlain: the params hold none of decode's options.
-template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages, bool kPlain>
+// One block's share. The params hold no other of decode's options than kVariant is for.
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages,
+          Variant kVariant>
 __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   constexpr int kThreads = 32 * kRings * kRowTiles;
   constexpr int kRowsAPass = kTileRows * kRowTiles;
+  constexpr bool kHasWindow = kVariant == Variant::kGeneral;
+  constexpr bool kIsOne = kVariant == Variant::kOne;
   using Math = TileMath<T, C, kHeadDim>;
-  using Stream = TileStream<T, C, kHeadDim, kRowTiles, kThreads, kPlain>;
-  using Combine = Combiner<T, C, kHeadDim, kRings, kRowTiles, kPlain>;
+  using Stream = TileStream<T, C, kHeadDim, kRowTiles, kThreads, kVariant>;
+  using Combine = Combiner<T, C, kHeadDim, kRings, kRowTiles, kVariant>;
   constexpr int kRingBytes = kStages * Stream::kSlotBytes;
 
   extern __shared__ __align__(128) uint8_t shared[];
@@ -35,12 +38,20 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
     GroupBarrier::init(&group_barriers[head_lane], params.token_lanes * kRowTiles * 32);
   }
 
+  let_next_kernel_start();
   // Ragged rows are found by prepare_kernel. All else that is read until the wait below was there
-  // before that began, new keys apart, for which the stream waits.
+  // before that began, new keys apart, for which the stream waits, and queries where this kernel
+  // starts early.
   if (params.decode.cu_seqlens_q != nullptr) wait_for_kernel_before();
   __shared__ Sequence staged[kThreads];
   __shared__ Share kept_share;
-  const Share share = find_share<kThreads, kRowsAPass>(params, staged, kept_share);
+  Share share;
+  if constexpr (kIsOne) {
+    share = find_share_of_one<kRowsAPass>(params);
+    __syncthreads();
+  } else {
+    share = find_share<kThreads, kRowsAPass>(params, staged, kept_share);
+  }
   if (share.begin >= share.end) {
     wait_for_kernel_before();
     return;
@@ -48,7 +59,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
 
   Stream stream(params, share, staged, shared + ring * kRingBytes, head_lane, token_lane, row_tile,
                 lane);
-  SegmentCursor<kRowsAPass, kThreads> cursor(params, share, staged, lane);
+  SegmentCursor<kRowsAPass, kThreads, kIsOne> cursor(params, share, staged, lane);
   auto& combine_shared = *reinterpret_cast<typename Combine::Shared*>(shared + kRings * kRingBytes);
   Combine combine(params, shared, kRingBytes, combine_shared, &group_barriers[head_lane], head_lane,
                   token_lane, row_tile, lane);
@@ -69,6 +80,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   int slot = 0;              // the next tile's
   int free_slots = kStages;  // so many before it may be filled
   bool holds_slot = false;   // the one before it is kept for the merge of token lanes or chunks
+  bool lacks_query = params.starts_early;  // the first tile's is still to come
 
   // NOTE: one loop, with one place for each thing that is done. Code is warm in the
   // multiprocessor's instruction cache from one call to the next only as long as it fits there, 128
@@ -94,11 +106,11 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
       if (params.has_transforms) s = transform_scores(params, rows, limit, tile, s, lane);
       bool masked = tile >= min(limit[0], limit[1]) >> kTileShift;
       // A limit minus kAllKeys is not above any key, which the compiler cannot know.
-      if (!kPlain && tile << kTileShift < max(limit[0], limit[1]) - params.window) masked = true;
+      if (kHasWindow && tile << kTileShift < max(limit[0], limit[1]) - params.window) masked = true;
       if (masked) {
         const int token = tile * kTileTokens + (lane >> 2);
         const auto sees = [&](int key, int row) {
-          return key < limit[row] && (kPlain || key >= limit[row] - params.window);
+          return key < limit[row] && (!kHasWindow || key >= limit[row] - params.window);
         };
         if (!sees(token, 0)) s.x = -INFINITY;
         if (!sees(token, 1)) s.y = -INFINITY;
@@ -125,12 +137,11 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
         const int leaf_shift = leaf_shift_of(params, segment.sequence);
         if (((tile - segment.first) & ((1 << leaf_shift) - 1)) == 0) {
           state.reduce();
-          combine.keep_leaf(state);
+          combine.keep_leaf(state, rows);
           state.clear();
         }
       }
-      holds_slot =
-          is_last && (params.token_lanes > 1 || params.max_chunks > 0) && !params.has_leaf_buffers;
+      holds_slot = is_last && !params.has_state_buffers;
       free_slots = !holds_slot;
       slot = slot + 1 == kStages ? 0 : slot + 1;
       continue;
@@ -170,30 +181,40 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
     } else if (is_last_chunk && segment.is_whole(params)) {
       target = {};
     } else {
-      target = combine.begin_part(kept_share, segment, is_last_chunk);
+      target = combine.begin_part(kIsOne ? share : kept_share, segment, rows, is_last_chunk);
+    }
+    if (is_plain(kVariant) && lacks_query) {
+      // Before the first result is written, too.
+      wait_for_kernel_before();
+      if (tile < end_tile) {
+        stream.store_query(shared + ring * kRingBytes + slot * Stream::kSlotBytes, rows);
+        lacks_query = false;
+      }
     }
   }
 
   wait_copies<0>();
   wait_for_kernel_before();
   combine.announce_parts();
-#pragma unroll 1
-  for (int end = 0; end < 2; ++end) {
-    if (const CutUnit* cut = combine.unit_to_merge(end)) {
-      combine.merge_parts(*cut, RowTile(params, cut->segment, head_lane, row_tile, kRowsAPass));
-    }
-  }
+  combine.merge_units();
 }
 
-template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages, bool kPlain>
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages,
+          Variant kVariant>
 __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     decode_kernel(const __grid_constant__ DeviceParams params) {
-  if constexpr (kPlain) {
-    DeviceParams plain = params;
-    leave_out_options(plain);
-    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, true>(plain);
+  if constexpr (kVariant == Variant::kGeneral) {
+    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>(params);
   } else {
-    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, false>(params);
+    DeviceParams fewer = params;
+    leave_out_options<kVariant>(fewer,
+                                {kHeadDim, sizeof(T), sizeof(C), kRings, kRowTiles, kStages});
+    if constexpr (kVariant == Variant::kOne) {
+      fewer.head_lanes = 1;
+      fewer.token_lanes = kRings;
+      fewer.token_lanes_shift = log2_of(kRings);
+    }
+    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>(fewer);
   }
 }
 

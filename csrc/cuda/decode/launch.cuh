@@ -12,32 +12,38 @@
 namespace paged_attn::cuda {
 
 // The decode kernel reads tables, lengths and cache before prepare_kernel, or write_kv_kernel
-// behind that, has ended: prepare_kernel lets it start only once everything before was done. That
-// rests on no promise of the caller's but append_decode's, that a written slot has one sequence.
+// behind that, has ended: prepare_kernel lets it start only once everything before was done, unless
+// the caller has promised what starts_early asks for. Otherwise that rests on no promise but
+// append_decode's, that a written slot has one sequence.
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config,
                           const DeviceLimits& limits, cudaStream_t stream) {
-  constexpr KernelShape kShape = {kHeadDim, sizeof(T), sizeof(C), kRings, kRowTiles, kStages};
-  static_assert(sizeof(typename Combiner<T, C, kHeadDim, kRings, kRowTiles, true>::Shared) +
-                    kRings * kStages * slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles) <=
-                shared_bytes(kShape));
-  const auto launch = [&](auto plain) {
-    constexpr auto kKernel =
-        decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, decltype(plain)::value>;
-    const cudaError_t error =
-        set_attribute_once<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(
-            std::min(
-                shared_bytes(kShape) + leaf_buffer_bytes(kShape) + unit_buffer_bytes(kShape, true),
-                limits.shared_memory_per_block - own_shared_bytes(kShape)),
-            limits);
-    if (error != cudaSuccess) return error;
-    return launch_early(kKernel, static_cast<unsigned>(config.grid), config.threads(),
-                        config.shared_bytes, params, limits, stream);
+  static constexpr KernelShape kShape = {kHeadDim, sizeof(T), sizeof(C),
+                                         kRings,   kRowTiles, kStages};
+  using Merge = Combiner<T, C, kHeadDim, kRings, kRowTiles, Variant::kGeneral>;
+  constexpr int kRingBytes = kStages * slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles);
+  static_assert(sizeof(typename Merge::Shared) + kRings * kRingBytes <= shared_bytes(kShape));
+  static_assert(Merge::places_in(ring_part_bytes(kRingBytes, kRowTiles) / 2) >= 2);
+  cudaError_t result = cudaErrorInvalidConfiguration;
+  const auto launch_if = [&](auto variant) {
+    constexpr Variant kVariant = decltype(variant)::value;
+    if constexpr (exists(kShape, kVariant)) {
+      if (config.variant != kVariant) return;
+      constexpr auto kKernel = decode_kernel<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>;
+      constexpr int kMostBytes =
+          shared_bytes(kShape) + state_buffer_bytes(kShape) + unit_buffer_bytes(kShape, true);
+      result = set_attribute_once<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(
+          std::min(kMostBytes, limits.shared_memory_per_block - own_shared_bytes(kShape)), limits);
+      if (result != cudaSuccess) return;
+      result = launch_early(kKernel, static_cast<unsigned>(config.grid), config.threads(),
+                            config.shared_bytes, params, limits, stream);
+    }
   };
-  if constexpr (sizeof(C) == 2) {
-    if (is_plain(params)) return launch(std::true_type{});
-  }
-  return launch(std::false_type{});
+  launch_if(std::integral_constant<Variant, Variant::kGeneral>{});
+  launch_if(std::integral_constant<Variant, Variant::kInvariant>{});
+  launch_if(std::integral_constant<Variant, Variant::kPlain>{});
+  launch_if(std::integral_constant<Variant, Variant::kOne>{});
+  return result;
 }
 
 }  // namespace paged_attn::cuda

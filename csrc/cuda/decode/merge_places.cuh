@@ -1,32 +1,64 @@
-// Where the merges keep what: in shared memory behind the rings, and in scratch.
+// Where the merges keep what: in shared memory behind the rings, and in scratch. A state is the
+// sums of a warp's rows: RowSums of each, and its outputs, row by row. What is added up at once are
+// pieces of a row: some neighbouring outputs for each lane.
 #pragma once
 
 #include "mma_fp8.cuh"
-#include "schedule.cuh"
+#include "rows.cuh"
 #include "softmax.cuh"
 
 namespace paged_attn::cuda {
 
 // A unit that this block shares with others.
-struct CutUnit {
-  Segment segment;
-  int blocks[2];  // the first and the last
-  int chunks;     // batch-invariant: of the unit that this block has
-  int all_chunks;
+struct alignas(16) CutUnit {
+  RowTile rows;  // of row tile 0
+  int first_block;
+  int own_parts;  // this block has so many: one or, batch-invariant, its chunks
+  int all_parts;
+};
+
+// One lane's outputs of a piece.
+template <int kWidth>
+struct alignas(4 * kWidth) Outputs {
+  float values[kWidth];
+
+  __device__ __forceinline__ static Outputs load(const float* from) {
+    return *reinterpret_cast<const Outputs*>(from);
+  }
+  __device__ __forceinline__ void store(float* to) const {
+    *reinterpret_cast<Outputs*>(to) = *this;
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (float& value : values) value *= factor;
+  }
+  __device__ __forceinline__ void add(const Outputs& more, float weight) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = fmaf(weight, more.values[i], values[i]);
+  }
+  __device__ __forceinline__ void take_in(const Outputs& more, const Fold& fold) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = fold(values[i], more.values[i]);
+  }
 };
 
 // As one warp sees it.
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles>
 class MergePlaces {
  public:
-  static constexpr int kFragments = TileMath<T, C, kHeadDim>::kFragments;
   static constexpr int kWarps = kRings * kRowTiles;
   static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles);
+  static constexpr int kWidth = kHeadDim <= 64 ? 2 : 4;
+  static constexpr int kPieceFloats = 32 * kWidth;
+  static constexpr int kPiecesARow = kHeadDim / kPieceFloats;
+  static constexpr int kStateFloats = kTileRows * kHeadDim;
+  using Piece = Outputs<kWidth>;
 
   // Behind the rings in shared memory.
   struct Shared {
-    RowStats states[kWarps][4];
-    RowStats unit_stats[kWarps][4];  // of the chunks in the unit's sums; each warp has them
+    RowSums states[kWarps][kTileRows];
+    RowSums unit_sums[kWarps][kTileRows];  // of the unit's chunks so far; each warp has them
     int held_slots[kRings];
     // Of each head lane: the unit that the share's begin cuts and the one that its end cuts.
     CutUnit cuts[kRings][2];
@@ -62,13 +94,13 @@ class MergePlaces {
            group();
   }
 
-  // Merging is shared out by fragments: this warp's first and how many.
-  __device__ __forceinline__ int fragments_a_warp() const {
-    return (kFragments + params_.token_lanes - 1) >> params_.token_lanes_shift;
+  // Merging is shared out by pieces: every token_lanes-th is this warp's.
+  __device__ __forceinline__ int own_pieces(const RowTile& rows) const {
+    const int others = params_.token_lanes - 1 - token_lane_;
+    return (rows.count() * kPiecesARow + others) >> params_.token_lanes_shift;
   }
-  __device__ __forceinline__ int first_fragment() const { return token_lane_ * fragments_a_warp(); }
-  __device__ __forceinline__ int own_fragments() const {
-    return max(0, min(fragments_a_warp(), kFragments - first_fragment()));
+  __device__ __forceinline__ int piece(int own) const {
+    return token_lane_ + (own << params_.token_lanes_shift);
   }
 
   __device__ __forceinline__ int group() const { return head_lane_ * kRowTiles + row_tile_; }
@@ -81,28 +113,42 @@ class MergePlaces {
   __device__ __forceinline__ uint8_t& own_cut_ends() const {
     return shared_.cut_ends[warp_index(token_lane_)];
   }
-  // Where token lanes' states lie: in the slots that their rings hold, or behind all that else is
-  // in shared memory.
-  __device__ __forceinline__ float4* state_in(int ring, int slot) const {
-    return reinterpret_cast<float4*>(rings_ + ring * ring_bytes_ + slot * kSlotBytes) +
-           row_tile_ * kFragments * 32;
+
+  // Where the outputs of token lanes' states lie: in the slots that their rings hold, or behind all
+  // that else is in shared memory. Of rows 2 i and 2 i + 1 groups of 8 are permuted, so that the
+  // lanes that write a fragment write to different banks (fp8: two at most to one).
+  __device__ __forceinline__ float* state_in(int ring, int slot) const {
+    return reinterpret_cast<float*>(rings_ + ring * ring_bytes_ + slot * kSlotBytes) +
+           row_tile_ * kStateFloats;
   }
-  __device__ __forceinline__ float4* held_state(int token_lane) const {
+  __device__ __forceinline__ float* state_buffer(int token_lane) const {
+    return reinterpret_cast<float*>(rings_ + kRings * ring_bytes_ +
+                                    merge_bytes(kRings, kRowTiles)) +
+           warp_index(token_lane) * kStateFloats;
+  }
+  __device__ __forceinline__ const float* kept_outputs(int token_lane) const {
+    if (params_.has_state_buffers) return state_buffer(token_lane);
     const int ring = ring_index(token_lane);
     return state_in(ring, shared_.held_slots[ring]);
   }
-  __device__ __forceinline__ float4* leaf_buffer(int token_lane) const {
-    return reinterpret_cast<float4*>(rings_ + kRings * ring_bytes_ +
-                                     merge_bytes(kRings, kRowTiles)) +
-           warp_index(token_lane) * kFragments * 32;
+  __device__ __forceinline__ static int permuted(int row, int place) {
+    return place ^ ((row >> 1 & 3) << 3);
   }
-  // Of the head lane's unit; without room there in a part that is not used otherwise.
-  __device__ __forceinline__ float4* unit_sums() const {
+
+  // The batch-invariant sum of the head lane's unit; without room there in a part that is not used
+  // otherwise.
+  __device__ __forceinline__ float* unit_outputs() const {
     if (!params_.has_unit_buffers) {
-      return params_.partial_outputs + part_of(blockIdx.x, true) * kFragments * 32;
+      return params_.partial_outputs + part_of(blockIdx.x, true) * kStateFloats;
     }
-    return leaf_buffer(0) - warp_index(0) * kFragments * 32 +
-           ((params_.has_leaf_buffers ? kWarps : 0) + group()) * kFragments * 32;
+    return state_buffer(0) - warp_index(0) * kStateFloats +
+           ((params_.has_state_buffers ? kWarps : 0) + group()) * kStateFloats;
+  }
+
+  // This warp's part of its ring.
+  __device__ __forceinline__ uint8_t* ring_part() const {
+    return rings_ + ring_index(token_lane_) * ring_bytes_ +
+           row_tile_ * ring_part_bytes(ring_bytes_, kRowTiles);
   }
 
   const DeviceParams& params_;

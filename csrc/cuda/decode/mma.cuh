@@ -71,20 +71,6 @@ __device__ __forceinline__ float2 unpack(uint32_t x, __nv_bfloat16) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
 }
 
-// Writes two neighbouring elements of a row.
-template <typename T>
-__device__ __forceinline__ void store_pair(T* out_row, int d, uint32_t pair, int head_dim,
-                                           bool aligned) {
-  if (out_row == nullptr || d >= head_dim) return;
-  if (aligned) {
-    *reinterpret_cast<uint32_t*>(out_row + d) = pair;
-  } else {
-    const T* elements = reinterpret_cast<const T*>(&pair);
-    out_row[d] = elements[0];
-    out_row[d + 1] = elements[1];
-  }
-}
-
 // 16-byte chunks of a row are permuted within groups of 8 (or within the row's 4), so that the 8
 // rows that one ldmatrix phase reads lie in different banks.
 template <int kRowBytes>
@@ -102,6 +88,11 @@ struct TileMath<T, T, kHeadDim> {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
 
   static constexpr bool kQueryInRegisters = true;
+
+  // Where in a row fragment i has its elements: x and y at first_dim(lane) + 16 i, z and w
+  // kSecondDim behind. Of rows 2 * (lane % 4), which x and z are of, and the next.
+  static constexpr int kSecondDim = 8;
+  static __device__ __forceinline__ int first_dim(int lane) { return lane >> 2; }
 
   // Row lane / 4 of the query tile, as the B operand.
   struct Query {
@@ -164,14 +155,6 @@ struct TileMath<T, T, kHeadDim> {
     const float2 high = unpack(p_high, T{});
     return make_float4(low.x, low.y, high.x, high.y);
   }
-
-  // Writes fragment i of the rows of `out_row` (this lane's row lane / 4, null: none).
-  static __device__ __forceinline__ void store(T* out_row, int i, float4 o, int head_dim,
-                                               bool aligned, int lane) {
-    const int d = i * 16 + 2 * (lane & 3);
-    store_pair(out_row, d, transpose8x8(pack(o.x, o.y, T{})), head_dim, aligned);
-    store_pair(out_row, d + 8, transpose8x8(pack(o.z, o.w, T{})), head_dim, aligned);
-  }
 };
 
 // fp32: the same fragments, computed one product at a time.
@@ -181,6 +164,9 @@ struct TileMath<float, float, kHeadDim> {
   static constexpr int kRowBytes = kHeadDim * 4;
 
   static constexpr bool kQueryInRegisters = false;
+
+  static constexpr int kSecondDim = 8;
+  static __device__ __forceinline__ int first_dim(int lane) { return lane >> 2; }
 
   struct Query {
     const uint8_t* tile;
@@ -249,18 +235,6 @@ struct TileMath<float, float, kHeadDim> {
       }
     }
     return p;
-  }
-
-  static __device__ __forceinline__ void store(float* out_row, int i, float4 o, int head_dim, bool,
-                                               int lane) {
-    const auto address = reinterpret_cast<unsigned long long>(out_row);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      auto* row = reinterpret_cast<float*>(__shfl_sync(~0u, address, (2 * (lane & 3) + half) * 4));
-      const int d = i * 16 + (lane >> 2);
-      if (row != nullptr && d < head_dim) row[d] = half ? o.y : o.x;
-      if (row != nullptr && d + 8 < head_dim) row[d + 8] = half ? o.w : o.z;
-    }
   }
 
  private:

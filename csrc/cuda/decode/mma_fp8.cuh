@@ -57,6 +57,10 @@ struct TileMath {
 
   static constexpr bool kQueryInRegisters = true;
 
+  // See TileMath of equal types.
+  static constexpr int kSecondDim = 1;
+  static __device__ __forceinline__ int first_dim(int lane) { return lane >> 2 << 1; }
+
   struct Query {
     uint32_t fragment[kFragments][2];
     uint32_t exponents;  // of the scores of rows 2 * (lane % 4) and the next, a byte each
@@ -131,15 +135,6 @@ struct TileMath {
     const float2 low = unpack(p_low, __half{});
     const float2 high = unpack(p_high, __half{});
     return make_float4(low.x, low.y, high.x, high.y);
-  }
-
-  static __device__ __forceinline__ void store(T* out_row, int i, float4 o, int head_dim,
-                                               bool aligned, int lane) {
-    const uint32_t even = transpose8x8(pack(o.x, o.y, T{}));
-    const uint32_t odd = transpose8x8(pack(o.z, o.w, T{}));
-    const int d = i * 16 + 4 * (lane & 3);
-    store_pair(out_row, d, __byte_perm(even, odd, 0x5410), head_dim, aligned);
-    store_pair(out_row, d + 2, __byte_perm(even, odd, 0x7632), head_dim, aligned);
   }
 
  private:

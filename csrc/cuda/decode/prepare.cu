@@ -1,6 +1,6 @@
 // What runs before the decode kernel: zeroes the arrival counters, writes the rows that no key
 // reaches, and finds which rows of q a ragged sequence owns. It first waits until all earlier work
-// is done; the kernels behind it start as soon as that is so.
+// is done; the kernels behind it start as soon as that is so, or before where they start early.
 #include <algorithm>
 #include <cstring>
 
@@ -85,6 +85,7 @@ __device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int6
 template <typename T>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const __grid_constant__ DeviceParams params) {
+  if (params.starts_early) let_next_kernel_start();
   wait_for_kernel_before();
   let_next_kernel_start();
   const DecodeParams& p = params.decode;

@@ -1,9 +1,7 @@
 // Where sums go: to parts in scratch as they are, or normalised to the rows of out and lse.
 #pragma once
 
-#include "mma_fp8.cuh"
-#include "rows.cuh"
-#include "softmax.cuh"
+#include "merge_places.cuh"
 
 namespace paged_attn::cuda {
 
@@ -39,127 +37,112 @@ class Target {
   int packed_ = 1;  // to the rows
 };
 
-// As one warp writes them, its lanes laid out as mma.cuh says.
-template <typename T, typename C, int kHeadDim>
+// As one warp writes them, a piece of a row at a time.
+template <typename T, int kHeadDim, int kWidth>
 class Results {
  public:
-  using Math = TileMath<T, C, kHeadDim>;
-  static constexpr int kFragments = Math::kFragments;
+  __device__ __forceinline__ explicit Results(const DeviceParams& params) : params_(params) {}
 
-  __device__ __forceinline__ Results(const DeviceParams& params, int lane)
-      : params_(params), lane_(lane) {}
-
-  __device__ __forceinline__ RowStats load_stats(int part) const {
-    const float2* stats = params_.partial_states + (part * 4 + (lane_ & 3)) * 3;
-    return {__ldcg(stats), __ldcg(stats + 1), __ldcg(stats + 2)};
-  }
-
-  // Of rows that do not exist a part holds nothing.
-  __device__ __forceinline__ float4 load_output(const RowTile& rows, int part, int fragment) const {
-    if (!rows.exists(2 * (lane_ & 3))) return make_float4(0, 0, 0, 0);
-    return __ldcg(params_.partial_outputs + (part * kFragments + fragment) * 32 + lane_);
-  }
-
-  // Where fragments go: to scratch as they are, or normalised to this lane's row of out.
+  // A state that takes sums as they are, or with null the rows of out and lse.
   struct Destination {
-    bool is_part;
-    float4* scratch;  // null: none of this lane's rows exists
-    T* out_row;       // null: there is none
-    float2 factor;
+    float* outputs = nullptr;
+    RowSums* sums = nullptr;
+    bool is_carried = false;  // a warp's own, which goes on with it
   };
 
-  __device__ __forceinline__ Destination destination(const RowTile& rows, const RowStats& stats,
-                                                     const Target& target) const {
-    Destination to{!target.to_rows(), nullptr, nullptr, make_float2(0, 0)};
-    if (to.is_part) {
-      if (rows.exists(2 * (lane_ & 3))) {
-        to.scratch = params_.partial_outputs + target.part() * kFragments * 32 + lane_;
-      }
-      return to;
-    }
-    if (rows.exists(lane_ >> 2)) {
-      to.out_row = static_cast<T*>(params_.decode.out) +
-                   rows.offset(params_, params_.decode.out_strides, lane_ >> 2);
-    }
-    to.factor = make_float2(row_result(rows, stats, 0).factor, row_result(rows, stats, 1).factor);
-    return to;
+  __device__ __forceinline__ Destination destination(const Target& target) const {
+    if (target.to_rows()) return {};
+    return {params_.partial_outputs + target.part() * kTileRows * kHeadDim,
+            params_.partial_sums + target.part() * kTileRows, false};
   }
 
-  __device__ __forceinline__ void emit(const Destination& to, int i, float4 o) const {
-    if (to.is_part) {
-      if (to.scratch != nullptr) __stcg(to.scratch + i * 32, o);
-    } else {
-      scale_rows(o, to.factor);
-      Math::store(to.out_row, i, o, static_cast<int>(params_.decode.head_dim),
-                  params_.out_is_aligned, lane_);
+  // What is known of a row once its sums are.
+  struct Row {
+    float factor;  // that its outputs are multiplied by
+    T* out;        // where they go; null: there is no such row
+
+    // Each lane has one: that of lane `lane`.
+    __device__ __forceinline__ Row of_lane(int lane) const {
+      const auto address = reinterpret_cast<unsigned long long>(out);
+      return {__shfl_sync(~0u, factor, lane),
+              reinterpret_cast<T*>(__shfl_sync(~0u, address, lane))};
     }
+  };
+
+  // `writes`: this lane also writes the row's sums, or lse.
+  __device__ __forceinline__ Row finish_row(const RowTile& rows, int row, const RowSums& sums,
+                                            bool writes, const Destination& to) const {
+    if (!rows.exists(row)) return {0, nullptr};
+    if (to.outputs != nullptr) {
+      if (writes) to.sums[row] = sums;
+      return {1, nullptr};
+    }
+    const DecodeParams& p = params_.decode;
+    const Logits logits = logits_of(rows, row, sums);
+    const float sum = fmaf(logits.keys_weight, sums.sum, logits.sink_weight);
+    Row finished;
+    finished.out = static_cast<T*>(p.out) + rows.offset(params_, p.out_strides, row);
+    finished.factor = sum == 0 ? 0.f : __fdividef(logits.keys_weight, sum);
+    if (p.v_scale.data != nullptr && finished.factor != 0) {
+      finished.factor *= __ldcg(p.v_scale.data + rows.kv_head * p.v_scale.stride);
+    }
+    if (writes && p.lse != nullptr) {
+      const float exact_sum = fmaf(logits.keys_weight, sums.exact_sum, logits.sink_weight);
+      p.lse[rows.offset(params_, p.lse_strides, row)] =
+          fmaf(log2f(exact_sum), kLn2, logits.reference);
+    }
+    return finished;
   }
 
-  __device__ __forceinline__ void emit_stats(const RowTile& rows, const RowStats& stats,
-                                             const Target& target) const {
-    if (lane_ >= 4) return;
-    if (!target.to_rows()) {
-      float2* to = params_.partial_states + (target.part() * 4 + lane_) * 3;
-      __stcg(to, stats.max);
-      __stcg(to + 1, stats.sum);
-      __stcg(to + 2, stats.exact_sum);
-      return;
-    }
-    if (params_.decode.lse == nullptr) return;
+  // This lane's outputs from head dim d on.
+  __device__ __forceinline__ void write(const Row& row, int d,
+                                        const Outputs<kWidth>& outputs) const {
+    if (d >= params_.decode.head_dim) return;
+    struct alignas(kWidth * sizeof(T)) Elements {
+      T values[kWidth];
+    } elements;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = 2 * lane_ + r;
-      if (rows.exists(row)) {
-        params_.decode.lse[rows.offset(params_, params_.decode.lse_strides, row)] =
-            row_result(rows, stats, r).lse;
-      }
+    for (int i = 0; i < kWidth; ++i) store(outputs.values[i], elements.values[i]);
+    if (params_.out_is_aligned) {
+      *reinterpret_cast<Elements*>(row.out + d) = elements;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) row.out[d + i] = elements.values[i];
     }
   }
 
  private:
-  // What makes a result of a row's sums.
-  struct RowResult {
-    float factor;  // of its outputs
-    float lse;
+  static constexpr float kLn2 = 0.69314718055994531f, kLog2E = 1.44269504088896340f;
+
+  struct Logits {
+    float reference;  // that all weights are relative to
+    float keys_weight;
+    float sink_weight;
   };
 
-  // Of row 2 * (lane % 4) + r.
-  __device__ __forceinline__ RowResult row_result(const RowTile& rows, const RowStats& stats,
-                                                  int r) const {
-    const DecodeParams& p = params_.decode;
-    const float max = r == 0 ? stats.max.x : stats.max.y;
-    constexpr float kLn2 = 0.69314718055994531f, kLog2E = 1.44269504088896340f;
-    // The logit that all weights are relative to. Those of a row that saw no key, or only scores of
-    // -inf, are all 0. Products and sums are spelled out, for this is compiled into several places.
-    const bool sees_no_key = max == -INFINITY;
-    float reference = sees_no_key ? 0.f : __fmul_rn(max, __fmul_rn(params_.scale_log2, kLn2));
-    float keys_weight = 1, sink_weight = 0;
-    if (p.sinks != nullptr) {
-      const int row = 2 * (lane_ & 3) + r;
-      const float sink = rows.exists(row) ? sink_of<T>(p, rows.head(params_, row)) : -INFINITY;
+  // Those of a row that saw no key, or only scores of -inf, are all 0. Products and sums are
+  // spelled out, for this is compiled into several places.
+  __device__ __forceinline__ Logits logits_of(const RowTile& rows, int row,
+                                              const RowSums& sums) const {
+    const bool sees_no_key = sums.max == -INFINITY;
+    Logits logits{sees_no_key ? 0.f : __fmul_rn(sums.max, __fmul_rn(params_.scale_log2, kLn2)), 1,
+                  0};
+    if (params_.decode.sinks != nullptr) {
+      const float sink = sink_of<T>(params_.decode, rows.head(params_, row));
       if (sink != -INFINITY) {
-        const float top = sees_no_key ? sink : fmaxf(reference, sink);
-        keys_weight = sees_no_key ? 0.f : power_of_2(__fmul_rn(__fsub_rn(reference, top), kLog2E));
-        sink_weight = sees_no_key ? 1.f : power_of_2(__fmul_rn(__fsub_rn(sink, top), kLog2E));
-        reference = top;
+        const float top = sees_no_key ? sink : fmaxf(logits.reference, sink);
+        const auto weight = [&](float logit) {
+          return power_of_2(__fmul_rn(__fsub_rn(logit, top), kLog2E));
+        };
+        logits.keys_weight = sees_no_key ? 0.f : weight(logits.reference);
+        logits.sink_weight = sees_no_key ? 1.f : weight(sink);
+        logits.reference = top;
       }
     }
-    const float sum = fmaf(keys_weight, r == 0 ? stats.sum.x : stats.sum.y, sink_weight);
-    const float exact_sum =
-        fmaf(keys_weight, r == 0 ? stats.exact_sum.x : stats.exact_sum.y, sink_weight);
-    RowResult result;
-    result.factor = sum == 0 ? 0.f : __fdividef(keys_weight, sum);
-    if (p.v_scale.data != nullptr && result.factor != 0) {
-      const int64_t last = p.num_kv_heads - 1;  // a spare head lane asks for more
-      result.factor *=
-          __ldcg(p.v_scale.data + min(static_cast<int64_t>(rows.kv_head), last) * p.v_scale.stride);
-    }
-    result.lse = fmaf(log2f(exact_sum), kLn2, reference);
-    return result;
+    return logits;
   }
 
   const DeviceParams& params_;
-  int lane_;
 };
 
 }  // namespace paged_attn::cuda

@@ -26,6 +26,7 @@ struct RowTile {
   }
 
   __device__ __forceinline__ bool exists(int row) const { return first + row < num_rows; }
+  __device__ __forceinline__ int count() const { return max(min(num_rows - first, kTileRows), 0); }
 
   // The query token of row `row`.
   __device__ __forceinline__ int token(const DeviceParams& params, int row) const {

@@ -145,6 +145,25 @@ __device__ __forceinline__ Share find_share(const DeviceParams& params,
   return found;
 }
 
+// Variant::kOne, for one sequence: the same number of blocks for each of its units, which shorter
+// search the line does not need. The last blocks of a unit may have nothing.
+template <int kRowsAPass>
+__device__ __forceinline__ Share find_share_of_one(const DeviceParams& params) {
+  Share share{};
+  share.sequence = load_sequence(params, 0);
+  const int block = static_cast<int>(blockIdx.x);
+  const int unit = params.by_unit_blocks.quotient(block);
+  share.pass = params.by_head_groups.quotient(unit);
+  share.head_group = unit - share.pass * params.head_groups;
+  const int tiles = tiles_of(params, share.sequence);
+  share.steps_a_block = params.by_unit_blocks.quotient(tiles + params.unit_blocks - 1);
+  // In the line every block has a full share, and what a unit has no tiles for is never reached.
+  share.unit_begin = unit * params.unit_blocks * share.steps_a_block;
+  share.begin = block * share.steps_a_block;
+  share.end = min(share.begin + share.steps_a_block, share.unit_begin + tiles);
+  return share;
+}
+
 // What a share holds of one unit: batch-invariant, whole chunks.
 struct Segment {
   int batch;
@@ -196,8 +215,8 @@ struct LaneTiles {
 };
 
 // Walks a share's segments; every warp for itself. It holds a window of 32 sequences, one a lane,
-// so that rows of padding are stepped over at once.
-template <int kRowsAPass, int kStaged>
+// so that rows of padding are stepped over at once. kIsOne: the share is one segment.
+template <int kRowsAPass, int kStaged, bool kIsOne>
 class SegmentCursor {
  public:
   // Starts before the first segment.
@@ -222,7 +241,9 @@ class SegmentCursor {
   __device__ __forceinline__ bool advance(const DeviceParams& params) {
     do {
       if (position_ == end_) return false;
-      if (pass_ == passes_of<kRowsAPass>(params, segment_.sequence)) enter_sequence(params);
+      if (!kIsOne && pass_ == passes_of<kRowsAPass>(params, segment_.sequence)) {
+        enter_sequence(params);
+      }
       segment_.pass = pass_;
       segment_.head_group = head_group_;
       segment_.unit_begin = unit_begin_ + params.unit_cost;

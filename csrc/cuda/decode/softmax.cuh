@@ -20,22 +20,16 @@ __device__ __forceinline__ float power_of_2(float x) {
 }
 
 // 2^((a - b) * scale) for a <= b; 0 for a = -inf, also when b is no more.
+__device__ __forceinline__ float weight_of_difference(float a, float b, float scale) {
+  return a == -INFINITY ? 0.f : power_of_2((a - b) * scale);
+}
+
 __device__ __forceinline__ float2 weight_of_difference(float2 a, float2 b, float scale) {
-  return make_float2(a.x == -INFINITY ? 0.f : power_of_2((a.x - b.x) * scale),
-                     a.y == -INFINITY ? 0.f : power_of_2((a.y - b.y) * scale));
+  return make_float2(weight_of_difference(a.x, b.x, scale), weight_of_difference(a.y, b.y, scale));
 }
 
 __device__ __forceinline__ void scale_rows(float4& o, float2 factor) {
   o = make_float4(o.x * factor.x, o.y * factor.y, o.z * factor.x, o.w * factor.y);
-}
-
-__device__ __forceinline__ void add_scaled(float4& total, float4 o, float2 factor) {
-  total = make_float4(fmaf(factor.x, o.x, total.x), fmaf(factor.y, o.y, total.y),
-                      fmaf(factor.x, o.z, total.z), fmaf(factor.y, o.w, total.w));
-}
-
-__device__ __forceinline__ float2 shuffle(float2 x, int source) {
-  return make_float2(__shfl_sync(~0u, x.x, source), __shfl_sync(~0u, x.y, source));
 }
 
 // Maximum and sum over the 8 lanes that share rows.
@@ -68,55 +62,36 @@ struct RowStats {
     max = make_float2(-INFINITY, -INFINITY);
     sum = exact_sum = make_float2(0, 0);
   }
+};
 
-  // Takes in 8 * kEach others, none of which has a greater max: lane l has the stats of the
-  // (l / 4 + 8 i)-th in each[i], and gets its factor.
-  template <int kEach>
-  __device__ __forceinline__ void add(const RowStats (&each)[kEach], float2 (&factors)[kEach],
-                                      float scale) {
-    float2 more = make_float2(0, 0), exact_more = make_float2(0, 0);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float2 f = weight_of_difference(each[i].max, max, scale);
-      more = make_float2(fmaf(f.x, each[i].sum.x, more.x), fmaf(f.y, each[i].sum.y, more.y));
-      exact_more = make_float2(fmaf(f.x, each[i].exact_sum.x, exact_more.x),
-                               fmaf(f.y, each[i].exact_sum.y, exact_more.y));
-      factors[i] = f;
-    }
-    more = sum_over_tokens(more);
-    exact_more = sum_over_tokens(exact_more);
-    sum = make_float2(sum.x + more.x, sum.y + more.y);
-    exact_sum = make_float2(exact_sum.x + exact_more.x, exact_sum.y + exact_more.y);
-  }
+// One row's, as it is kept for others to add up.
+struct alignas(16) RowSums {
+  float max;
+  float sum;
+  float exact_sum;
+  float unused;
+
+  __device__ __forceinline__ static RowSums none() { return {-INFINITY, 0, 0, 0}; }
 };
 
 // Adds sums of further keys to sums so far: both are multiplied by powers of 2 that bring them to
 // the greater of their references. The order of such steps decides the last bits, so the
 // instructions are spelled out.
 struct Fold {
-  float2 keep;
-  float2 take;
+  float keep;
+  float take;
 
   Fold() = default;
-  __device__ __forceinline__ Fold(RowStats& stats, const RowStats& more, float scale) {
-    const float2 max = larger(stats.max, more.max);
-    keep = weight_of_difference(stats.max, max, scale);
+  __device__ __forceinline__ Fold(RowSums& sums, const RowSums& more, float scale) {
+    const float max = fmaxf(sums.max, more.max);
+    keep = weight_of_difference(sums.max, max, scale);
     take = weight_of_difference(more.max, max, scale);
-    stats.max = max;
-    stats.sum = make_float2(step(stats.sum.x, more.sum.x, keep.x, take.x),
-                            step(stats.sum.y, more.sum.y, keep.y, take.y));
-    stats.exact_sum = make_float2(step(stats.exact_sum.x, more.exact_sum.x, keep.x, take.x),
-                                  step(stats.exact_sum.y, more.exact_sum.y, keep.y, take.y));
+    sums.max = max;
+    sums.sum = (*this)(sums.sum, more.sum);
+    sums.exact_sum = (*this)(sums.exact_sum, more.exact_sum);
   }
 
-  __device__ __forceinline__ float4 operator()(float4 total, float4 more) const {
-    return make_float4(step(total.x, more.x, keep.x, take.x), step(total.y, more.y, keep.y, take.y),
-                       step(total.z, more.z, keep.x, take.x),
-                       step(total.w, more.w, keep.y, take.y));
-  }
-
- private:
-  static __device__ __forceinline__ float step(float total, float more, float keep, float take) {
+  __device__ __forceinline__ float operator()(float total, float more) const {
     return __fmaf_rn(take, more, __fmul_rn(keep, total));
   }
 };

@@ -36,10 +36,10 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-template <typename T, typename C, int kHeadDim, int kRowTiles, int kStaged, bool kPlain>
+template <typename T, typename C, int kHeadDim, int kRowTiles, int kStaged, Variant kVariant>
 class TileStream {
  public:
-  using Cursor = SegmentCursor<kTileRows * kRowTiles, kStaged>;
+  using Cursor = SegmentCursor<kTileRows * kRowTiles, kStaged, kVariant == Variant::kOne>;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(C));
   static constexpr int kTileBytes = kTileTokens * kRowBytes;
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
@@ -51,9 +51,12 @@ class TileStream {
 
   // NOTE: each of these copies has registers of its own for its address, for a register that a copy
   // under way still has to read cannot be written: the copies would go out one by one.
-  static constexpr int kCopiesAtATime = kCopies < 16 && (kPlain || kHeadDim <= 128) ? kCopies
-                                        : kPlain                                    ? 8
-                                                                                    : 4;
+  static constexpr bool kHasRegisters =
+      kHeadDim <= 128 || (is_plain(kVariant) && sizeof(C) == sizeof(T));
+  static constexpr int kCopiesAtATime = !kHasRegisters       ? 4
+                                        : kCopies < 16       ? kCopies
+                                        : is_plain(kVariant) ? 8
+                                                             : 4;
 
   // Whether some live block id of the sequence whose tile is in the slot lies outside the pool. Not
   // every one of its tiles tells, but one of its tiles does.
@@ -68,7 +71,8 @@ class TileStream {
         head_lane_(head_lane),
         token_lane_(token_lane),
         row_tile_(row_tile),
-        lane_(lane) {}
+        lane_(lane),
+        leaves_out_query_(params.starts_early) {}
 
   // This row tile's query rows.
   __host__ __device__ static constexpr int query_offset(int row_tile) {
@@ -94,7 +98,12 @@ class TileStream {
       if (tile >= first_new_tile_) wait_for_kernel_before();
       const uint32_t shared = ring_ + slot * kSlotBytes;
       if (current_.has_query && (taken_ == 0 || !kQueryInRegisters)) {
-        copy_query(shared + query_offset(row_tile_));
+        if (kMayStartEarly && leaves_out_query_) {
+          leaves_out_query_ = false;
+        } else {
+          if (kMayStartEarly && params_.starts_early) wait_for_kernel_before();
+          copy_query(shared + query_offset(row_tile_));
+        }
       }
       if (params_.run_shift != kTileShift) {
         copy_tile_of_runs(shared, tile);
@@ -108,7 +117,26 @@ class TileStream {
     commit_copies();
   }
 
+  // The first query, which a stream that starts early leaves out: it is there once the kernel
+  // before has ended.
+  __device__ __forceinline__ void store_query(uint8_t* slot, const RowTile& rows) const {
+    const int row = lane_ >> 2;
+    const T* from = static_cast<const T*>(params_.decode.q);
+    if (rows.exists(row)) from += rows.offset(params_, params_.decode.q_strides, row);
+    uint8_t* to = slot + query_offset(row_tile_) + row * kQueryRowBytes;
+#pragma unroll 1
+    for (int chunk = lane_ & 3; chunk < kQueryRowBytes / 16; chunk += 4) {
+      const int d = chunk * (16 / static_cast<int>(sizeof(T)));
+      uint4 elements = make_uint4(0, 0, 0, 0);
+      if (rows.exists(row) && d < params_.decode.head_dim) {
+        elements = __ldcg(reinterpret_cast<const uint4*>(from + d));
+      }
+      *reinterpret_cast<uint4*>(to + swizzle<kQueryRowBytes>(row, chunk) * 16) = elements;
+    }
+  }
+
  private:
+  static constexpr bool kMayStartEarly = is_plain(kVariant);
   static constexpr bool kQueryInRegisters = TileMath<T, C, kHeadDim>::kQueryInRegisters;
   static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(C));
 
@@ -229,6 +257,7 @@ class TileStream {
 
   __device__ __forceinline__ void load_batch(Batch& batch) {
     batch.tiles = 0;
+    if (kVariant == Variant::kOne && ended_) return;
     batch.has_query = !kQueryInRegisters;
     const Segment& segment = ahead_.segment();
 #pragma unroll 1
@@ -256,6 +285,8 @@ class TileStream {
     const int stretch_shift = stretch_shift_of(params_, segment.sequence);
     batch.shape = hidden_rows | stretch_shift << 8;
     tiles_left_ -= batch.tiles;
+    // A share that is one segment: at its end there is no other to look for.
+    if (kVariant == Variant::kOne && tiles_left_ == 0) ended_ = true;
     tile_ = tile_at(batch, batch.tiles);
     // A batch that is a part of a stretch may end where the next lane's begins.
     if (params_.max_chunks > 0 && batch.tiles < 1 << stretch_shift &&
@@ -306,6 +337,7 @@ class TileStream {
   bool ended_ = false;  // no batch is left to load
   bool current_bad_ = false;
   unsigned bad_slots_ = 0;
+  bool leaves_out_query_;
 };
 
 }  // namespace paged_attn::cuda
