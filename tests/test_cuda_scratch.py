@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -174,19 +174,26 @@ def other_work() -> Iterator[Callable[[Draw], None]]:
     held.clear()
 
 
+def assert_a_thousand_alike(
+    step: Callable[[], Iterable[torch.Tensor]], other_work: Callable[[], None]
+) -> None:
+    """Bit by bit, with other work between them; the device is not waited for before the last."""
+    expected = [tensor.clone().view(torch.uint8) for tensor in step()]
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        other_work()
+        for ours, theirs in zip(step(), expected, strict=True):
+            differing += (ours.view(torch.uint8) != theirs).sum()
+    assert int(differing) == 0
+
+
 @pytest.mark.parametrize("way", ["plain", "all", "batch_invariant"])
 @pytest.mark.parametrize("query_len", QUERIES)
 def test_a_thousand_runs_under_pressure(
     draw: Draw, other_work: Callable[[Draw], None], query_len: Any, way: str
 ) -> None:
     case = busy_case(draw, query_len, torch.float16, way)
-    expected = [tensor.view(torch.uint8) for tensor in case.decode_with_lse()]
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        other_work(draw)
-        for ours, theirs in zip(case.decode_with_lse(), expected, strict=True):
-            differing += (ours.view(torch.uint8) != theirs).sum()
-    assert int(differing) == 0
+    assert_a_thousand_alike(case.decode_with_lse, partial(other_work, draw))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -199,15 +206,9 @@ def test_bits_do_not_depend_on_who_merges(
     case = build(draw, [20000, 15000], num_heads=8, num_kv_heads=1, head_dim=head_dim)
     previous = ops._set_shared_memory_cap(limit)
     try:
-        expected = [tensor.view(torch.uint8) for tensor in case.decode_with_lse()]
-        differing = torch.zeros((), dtype=torch.int64, device="cuda")
-        for _ in range(1000):
-            other_work(draw)
-            for ours, theirs in zip(case.decode_with_lse(), expected, strict=True):
-                differing += (ours.view(torch.uint8) != theirs).sum()
+        assert_a_thousand_alike(case.decode_with_lse, partial(other_work, draw))
     finally:
         ops._set_shared_memory_cap(previous)
-    assert int(differing) == 0
 
 
 def test_a_thousand_appends_under_pressure(draw: Draw, other_work: Callable[[Draw], None]) -> None:
@@ -220,13 +221,7 @@ def test_a_thousand_appends_under_pressure(draw: Draw, other_work: Callable[[Dra
         lses = [torch.zeros(out.shape[:-1], device="cuda") for _ in "ab"]
         return [out, *ops.merge_states([out, -2 * out], lses), case.k_cache, case.v_cache]
 
-    expected = [tensor.clone().view(torch.uint8) for tensor in step()]
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        other_work(draw)
-        for ours, theirs in zip(step(), expected, strict=True):
-            differing += (ours.view(torch.uint8) != theirs).sum()
-    assert int(differing) == 0
+    assert_a_thousand_alike(step, partial(other_work, draw))
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_invariant": True}], ids=str)
