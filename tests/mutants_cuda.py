@@ -130,6 +130,14 @@ KERNELS = [
         "test_early_start.py::test_layers_one_after_another[1-None-heads0-64-None]",
     ),
     HALF(
+        "cuda_early_without_a_promise",
+        "without the caller's promise decode starts after all that was before it",
+        f"{DECODE}/decode.cu",
+        "device.starts_early = starts_early && new_tokens",
+        "device.starts_early = new_tokens",
+        "test_early_start.py::test_nothing_is_promised_by_default",
+    ),
+    HALF(
         "cuda_sink_counted_twice",
         "a sink joins the denominator once",
         f"{DECODE}/results.cuh",

@@ -143,6 +143,43 @@ def test_query_tokens_written_late(
     assert_same_bits(late.decode(), expected)
 
 
+def float_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as rows of 64 numbers in fp16, filled up with zeros."""
+    numbers = tensor.contiguous().view(-1).view(torch.float16)
+    return torch.nn.functional.pad(numbers, (0, -numbers.numel() % 64)).view(-1, 1, 64)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("lens", BATCHES[:2], ids=len)
+def test_nothing_is_promised_by_default(draw: Draw, lens: list[int], in_graph: bool) -> None:
+    """All that a call reads is what the call before writes, which lets others start early."""
+    right = build(draw, lens, num_heads=4, num_kv_heads=1, head_dim=64, fill=0.0)
+    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    tensors = {name: getattr(right, name) for name in names}
+    rows = [float_bits(tensor) for tensor in tensors.values()]
+    # The writer's sequences have one token each: its value is the result.
+    writer = build(draw, [1] * sum(map(len, rows)), num_heads=1, num_kv_heads=1, block_size=1)
+    writer.v_cache[writer.block_tables[:, 0].long(), 0] = torch.cat(rows)
+    memory = torch.empty_like(writer.q)
+    late = {}
+    for (name, tensor), held in zip(
+        tensors.items(), memory.split([len(part) for part in rows]), strict=True
+    ):
+        late[name] = held.view(-1).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+    out = torch.empty_like(right.q)
+
+    def run() -> None:
+        ops.decode.out(*writer.args, out=memory)
+        ops.decode.out(*right.with_(**late).args, out=out)
+
+    expected = right.decode()
+    replay = capture(run).replay if in_graph else run
+    for _ in range(20):
+        memory.zero_()
+        replay()
+        assert_same_bits(out, expected)
+
+
 def test_previous_setting() -> None:
     assert paged_attn.set_early_start(True) is False
     assert paged_attn.set_early_start(False) is True
