@@ -149,10 +149,14 @@ def float_bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % 64)).view(-1, 1, 64)
 
 
+@pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("lens", BATCHES[:2], ids=len)
-def test_nothing_is_promised_by_default(draw: Draw, lens: list[int], in_graph: bool) -> None:
-    """All that a call reads is what the call before writes, which lets others start early."""
+def test_all_is_written_by_the_call_before(
+    draw: Draw, lens: list[int], in_graph: bool, promised: bool
+) -> None:
+    """By one that lets others start early. Who promised that it writes none of it gets some result,
+    and right ones from there on."""
     right = build(draw, lens, num_heads=4, num_kv_heads=1, head_dim=64, fill=0.0)
     names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
     tensors = {name: getattr(right, name) for name in names}
@@ -161,23 +165,28 @@ def test_nothing_is_promised_by_default(draw: Draw, lens: list[int], in_graph: b
     writer = build(draw, [1] * sum(map(len, rows)), num_heads=1, num_kv_heads=1, block_size=1)
     writer.v_cache[writer.block_tables[:, 0].long(), 0] = torch.cat(rows)
     memory = torch.empty_like(writer.q)
-    late = {}
-    for (name, tensor), held in zip(
+    held = {}
+    for (name, tensor), part in zip(
         tensors.items(), memory.split([len(part) for part in rows]), strict=True
     ):
-        late[name] = held.view(-1).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        held[name] = part.view(-1).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+    late = right.with_(**held)
     out = torch.empty_like(right.q)
 
     def run() -> None:
         ops.decode.out(*writer.args, out=memory)
-        ops.decode.out(*right.with_(**late).args, out=out)
+        ops.decode.out(*late.args, out=out)
 
     expected = right.decode()
+    previous = paged_attn.set_early_start(promised)
     replay = capture(run).replay if in_graph else run
     for _ in range(20):
         memory.zero_()
         replay()
-        assert_same_bits(out, expected)
+        if not promised:
+            assert_same_bits(out, expected)
+    paged_attn.set_early_start(previous)
+    assert_same_bits(late.decode(), expected)
 
 
 def test_previous_setting() -> None:

@@ -290,24 +290,24 @@ def test_every_kind_of_16_bit_sink(draw: Draw, device: str, dtype: torch.dtype) 
     assert_same_bits(lse[0], sinks.float())
 
 
+@pytest.mark.parametrize("num_kv_heads", [2, 6])
 @pytest.mark.parametrize("query_len", [None, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_keys_have_their_sink(
-    draw: Draw, device: str, dtype: torch.dtype, query_len: int | None
+    draw: Draw, device: str, dtype: torch.dtype, query_len: int | None, num_kv_heads: int
 ) -> None:
     """Lengths of 0 and below and queries before the first key; rows of no sequence have none."""
     sinks = draw.normal(6, dtype=dtype)
+    shape: dict[str, Any] = {"num_heads": 6, "num_kv_heads": num_kv_heads, "dtype": dtype}
     for causal in (True, False):
-        case = build(draw, [0, 20, -1, 2, -(2**31)], query_len=query_len, num_heads=6, dtype=dtype)
+        case = build(draw, [0, 20, -1, 2, -(2**31)], query_len=query_len, **shape)
         case.options.update(sinks=sinks, causal=causal)
         out, lse = case.decode_with_lse()
         for b in (0, 2, 4):
             assert_same_bits(out[b], torch.zeros_like(out[b]))
             assert_same_bits(lse[b], sinks.float().expand_as(lse[b]).contiguous())
         assert_accurate(case, out, lse)
-    case = build(
-        draw, [5, 0, 9], query_len=[7, 1, 3], num_heads=6, dtype=dtype, outside_rows=(4, 2)
-    )
+    case = build(draw, [5, 0, 9], query_len=[7, 1, 3], outside_rows=(4, 2), **shape)
     case.options["sinks"] = sinks
     out, lse = case.decode_with_lse()
     outside = torch.tensor([0, 1, 2, 3, 15, 16], device=device)

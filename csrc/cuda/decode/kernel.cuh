@@ -47,8 +47,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   __shared__ Share kept_share;
   Share share;
   if constexpr (kIsOne) {
-    share = find_share_of_one<kRowsAPass>(params);
-    __syncthreads();
+    share = find_share_of_one<kRowsAPass>(params, staged[0]);
   } else {
     share = find_share<kThreads, kRowsAPass>(params, staged, kept_share);
   }

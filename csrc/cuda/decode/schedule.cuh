@@ -75,8 +75,9 @@ __device__ __forceinline__ int passes_of(const DeviceParams& params, const Seque
 }
 
 // Every block sums up the lengths itself, which is cheaper than a kernel or a host that plans. The
-// first kThreads sequences stay in `staged`, the share in `found`, both in shared memory. A share
-// without steps has begin >= end and is not kept.
+// first kThreads sequences stay in `staged`, the share in `found`, both in shared memory: should
+// lengths change meanwhile, against the rules, the block's warps still agree. A share without steps
+// has begin >= end and is not kept.
 template <int kThreads, int kRowsAPass>
 __device__ __forceinline__ Share find_share(const DeviceParams& params,
                                             Sequence (&staged)[kThreads], Share& found) {
@@ -86,6 +87,7 @@ __device__ __forceinline__ Share find_share(const DeviceParams& params,
   const int batch_size = static_cast<int>(params.decode.batch_size);
   const int each = (batch_size + kThreads - 1) / kThreads;
   const int first = threadIdx.x * each;
+  if (threadIdx.x == 0) found.begin = found.end = 0;
 
   // Twice over this thread's sequences: once for the sum, then for the one that holds the share's
   // begin, which one thread has.
@@ -148,9 +150,11 @@ __device__ __forceinline__ Share find_share(const DeviceParams& params,
 // Variant::kOne, for one sequence: the same number of blocks for each of its units, which shorter
 // search the line does not need. The last blocks of a unit may have nothing.
 template <int kRowsAPass>
-__device__ __forceinline__ Share find_share_of_one(const DeviceParams& params) {
+__device__ __forceinline__ Share find_share_of_one(const DeviceParams& params, Sequence& staged) {
+  if (threadIdx.x == 0) staged = load_sequence(params, 0);
+  __syncthreads();
   Share share{};
-  share.sequence = load_sequence(params, 0);
+  share.sequence = staged;
   const int block = static_cast<int>(blockIdx.x);
   const int unit = params.by_unit_blocks.quotient(block);
   share.pass = params.by_head_groups.quotient(unit);
@@ -240,10 +244,11 @@ class SegmentCursor {
   // To the next segment; false past the last.
   __device__ __forceinline__ bool advance(const DeviceParams& params) {
     do {
-      if (position_ == end_) return false;
-      if (!kIsOne && pass_ == passes_of<kRowsAPass>(params, segment_.sequence)) {
+      if (!kIsOne && position_ != end_ &&
+          pass_ == passes_of<kRowsAPass>(params, segment_.sequence)) {
         enter_sequence(params);
       }
+      if (position_ == end_) return false;
       segment_.pass = pass_;
       segment_.head_group = head_group_;
       segment_.unit_begin = unit_begin_ + params.unit_cost;
@@ -277,15 +282,17 @@ class SegmentCursor {
     }
   }
 
-  // Finds the next sequence that has tiles. There is one, for steps are left.
+  // Finds the next sequence that has tiles. There is one, for steps are left; if not, lengths were
+  // changed meanwhile, and the share ends here.
   __device__ __forceinline__ void enter_sequence(const DeviceParams& params) {
 #pragma unroll 1
-    while (window_ == 0) {
+    while (window_ == 0 && window_begin_ < params.decode.batch_size) {
       window_begin_ += 32;
       const int b = window_begin_ + lane_;
       own_ = b < kStaged && b < params.decode.batch_size ? staged_[b] : load_sequence(params, b);
       window_ = __ballot_sync(~0u, own_.context_len > 0);
     }
+    if (window_ == 0) position_ = end_;
     const int first = __ffs(static_cast<int>(window_)) - 1;
     window_ &= window_ - 1;
     Sequence sequence;
