@@ -72,7 +72,7 @@ def test_window_is_exactly_w_keys(draw: Draw, device: str, window: int, query_le
     assert_means(case, lambda length, i: (max(0, i - window + 1), i + 1))
 
 
-@pytest.mark.parametrize("query_len", [None, 3, 20])
+@pytest.mark.parametrize("query_len", [None, 2, 3, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_window_of_one_gives_its_own_value(
     draw: Draw, device: str, dtype: torch.dtype, query_len: int | None
