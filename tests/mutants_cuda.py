@@ -41,7 +41,7 @@ KERNELS = [
         "if (!sees(token, 0)) s.x = params.has_transforms ? -params.decode.softcap : -INFINITY;",
         "test_options.py::test_split_contexts[cuda-None-softcap-lens1]",
     ),
-    HALF(
+    WIDE(
         "cuda_later_unit_keeps_state",
         "rows that a block computes one after another share nothing",
         f"{DECODE}/kernel.cuh",
@@ -136,7 +136,7 @@ KERNELS = [
         "device.starts_early = starts_early && new_tokens",
         "device.starts_early = new_tokens",
         "test_early_start.py::test_all_is_written_by_the_call_before[1-True-False]"
-        " test_early_start.py::test_all_is_written_by_the_call_before[6-True-False]",
+        " test_early_start.py::test_all_is_written_by_the_call_before[4-True-False]",
     ),
     HALF(
         "cuda_sink_counted_twice",
