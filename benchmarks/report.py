@@ -309,18 +309,32 @@ def default_path(kind: str, device: str) -> Path:
     return Path(__file__).parent / "runs" / f"{kind}-{name}-{now}.json"
 
 
+def children_of(value: Any) -> list[Any]:
+    """What an object or a list of JSON holds."""
+    return list(value.values()) if isinstance(value, dict) else value if value else []
+
+
+def depth(value: Any) -> int:
+    """How many objects lie within one another, those that hold something."""
+    if not isinstance(value, (dict, list)):
+        return 0
+    return max(map(depth, children_of(value)), default=0) + bool(value and isinstance(value, dict))
+
+
 def as_text(value: Any, indent: str = "") -> str:
-    """JSON with a line for each object that holds plain values only, a kernel's say."""
-    nested = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    if not any(isinstance(child, (dict, list)) for child in nested):
+    """JSON with a line for each kernel, for the rest of its cell, and for each field of the run."""
+    if depth(value) <= 1:
         return json.dumps(value)
     inner = indent + " "
+    parts = [as_text(child, inner) for child in children_of(value)]
     if isinstance(value, list):
-        lines, ends = [as_text(child, inner) for child in value], "[]"
-    else:
-        lines = [f"{json.dumps(key)}: {as_text(child, inner)}" for key, child in value.items()]
-        ends = "{}"
-    return ends[0] + ",".join(f"\n{inner}{line}" for line in lines) + f"\n{indent}{ends[1]}"
+        return "[" + ",".join(f"\n{inner}{part}" for part in parts) + f"\n{indent}]"
+    parts = [f"{json.dumps(key)}: {part}" for key, part in zip(value, parts, strict=True)]
+    if not indent or all(isinstance(child, dict) for child in value.values()):
+        return "{" + ",".join(f"\n{inner}{part}" for part in parts) + f"\n{indent}}}"
+    short = ", ".join(part for part in parts if "\n" not in part)
+    long = [part for part in parts if "\n" in part]
+    return "{" + f",\n{inner}".join([short, *long] if short else long) + "}"
 
 
 def result_path(kind: str, options: argparse.Namespace) -> Path | None:

@@ -277,7 +277,16 @@ def test_reads_read_every_byte_once(layout: str, kv_heads: int) -> None:
 
 def test_result_files_keep_every_value() -> None:
     content = {"a": [1, {"b": None, "c": "x {y}  z"}], "d": {}, "e": [], "f": {"g": {"h": 0.1}}}
-    assert json.loads(report.as_text(content)) == content
+    for value in (content, [content, 1, [content]], {"all": content, "list": [[content], {}]}):
+        assert json.loads(report.as_text(value)) == value
+
+
+def test_result_files_have_few_lines() -> None:
+    kernels = {"ours": {"median_us": 1.5, "options": {"queries": [1, 2]}}, "read": {"way": "x"}}
+    cell = {"cell": "a", "shape": {"batch": 1, "lengths": [5, 7]}, "bytes": 3, "kernels": kernels}
+    lines = report.as_text({"date": "now", "cells": [cell, cell]}).splitlines()
+    assert [line.strip()[:8] for line in lines].count('"ours": ') == 2
+    assert len(lines) == 3 + 2 * (3 + len(kernels)) + 2
 
 
 COMMANDS = re.findall(r"python -m benchmarks\.decode([^`\n#|]*)", DOCUMENTATION.read_text())
