@@ -310,8 +310,9 @@ def set_early_start(enabled: bool) -> bool:
     the call's query tokens. q and the query tokens' keys and values may be written until the very
     kernel before: they are waited for. In a serving engine that is so where tables and lengths of
     a step are on the device before its first layer runs. A graph that is captured keeps what was
-    set. Where the promise is broken results may be anything, and a call of more than 64 sequences
-    whose lengths change under it may not end.
+    set. Where the promise is broken results may be anything, from then on also in replays of the
+    same graph, which has to be captured again, and a call of more than 64 sequences whose lengths
+    change under it may not end.
 
     What is gained is the time in which a call finds its work and the first keys and values arrive,
     some microseconds where the kernel before is a `decode` as well. It concerns calls with the

@@ -149,6 +149,28 @@ def float_bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % 64)).view(-1, 1, 64)
 
 
+def written_by_a_call(
+    draw: Draw, tensors: dict[str, torch.Tensor]
+) -> tuple[Callable[[], None], torch.Tensor, dict[str, torch.Tensor]]:
+    """A call that writes copies of tensors, side by side in its result, and lets what comes next
+    start early: the call, its result, and the copies."""
+    parts = [float_bits(tensor) for tensor in tensors.values()]
+    rows = torch.cat(parts)
+    # The writer's sequences have one value each, which is the result. The last one's comes when all
+    # blocks are done, for they share it.
+    lens = [1] * (len(rows) - 1) + [20_000]
+    writer = build(draw, lens, num_heads=1, num_kv_heads=1)
+    values = rows.repeat_interleave(writer.context_lens.long(), dim=0)
+    writer.v_cache[writer.all_live_slots()] = values
+    memory = torch.empty_like(writer.q)
+    copies = {}
+    for (name, tensor), part in zip(
+        tensors.items(), memory.split([len(part) for part in parts]), strict=True
+    ):
+        copies[name] = part.view(-1).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+    return lambda: ops.decode.out(*writer.args, out=memory), memory, copies
+
+
 @pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("lens", [[400], [300, 5, 0, 70]], ids=len)
@@ -156,29 +178,15 @@ def test_all_is_written_by_the_call_before(
     draw: Draw, lens: list[int], in_graph: bool, promised: bool
 ) -> None:
     """By one that lets others start early, lengths last. Who promised that it writes none of it
-    gets some result, and right ones from there on."""
+    gets some result, and right ones from later calls."""
     right = build(draw, lens, num_heads=4, num_kv_heads=1, head_dim=64, fill=0.0)
     names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
-    tensors = {name: getattr(right, name) for name in names}
-    parts = [float_bits(tensor) for tensor in tensors.values()]
-    rows = torch.cat(parts)
-    # The writer's sequences have one value each, which is the result. The last one's comes when all
-    # blocks are done, for they share it.
-    writer_lens = [1] * (len(rows) - 1) + [20_000]
-    writer = build(draw, writer_lens, num_heads=1, num_kv_heads=1)
-    values = rows.repeat_interleave(writer.context_lens.long(), dim=0)
-    writer.v_cache[writer.all_live_slots()] = values
-    memory = torch.empty_like(writer.q)
-    held = {}
-    for (name, tensor), part in zip(
-        tensors.items(), memory.split([len(part) for part in parts]), strict=True
-    ):
-        held[name] = part.view(-1).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-    late = right.with_(**held)
+    write, memory, copies = written_by_a_call(draw, {name: getattr(right, name) for name in names})
+    late = right.with_(**copies)
     out = torch.empty_like(right.q)
 
     def run() -> None:
-        ops.decode.out(*writer.args, out=memory)
+        write()
         ops.decode.out(*late.args, out=out)
 
     expected = right.decode()
@@ -191,6 +199,29 @@ def test_all_is_written_by_the_call_before(
             assert_same_bits(out, expected)
     paged_attn.set_early_start(previous)
     assert_same_bits(late.decode(), expected)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_append_to_an_empty_pool_behind_a_call(draw: Draw, in_graph: bool) -> None:
+    """Nothing is appended, but decode must not take its place behind a call that it would wait for
+    too late: lengths come last."""
+    case = build(draw, [40, 0, 3], num_heads=4, num_kv_heads=1, head_dim=64)
+    empty = case.k_cache[:0]
+    key = torch.zeros(3, 1, 64, dtype=case.q.dtype, device="cuda")
+    write, memory, copies = written_by_a_call(draw, {"context_lens": case.context_lens})
+    out = torch.empty_like(case.q)
+
+    def run() -> None:
+        write()
+        sequences = (case.block_tables, copies["context_lens"])
+        out.copy_(ops.append_decode(case.q, key, key, empty, empty, *sequences))
+
+    replay = capture(run).replay if in_graph else run
+    for _ in range(20):
+        memory.zero_()
+        replay()
+        assert bool(out[[0, 2]].isnan().all())
+        assert_same_bits(out[1], torch.zeros_like(out[1]))
 
 
 def test_previous_setting() -> None:

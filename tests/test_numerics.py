@@ -180,6 +180,29 @@ def test_lengths_without_keys(
     assert_accurate(case, out, lse)
 
 
+@pytest.mark.parametrize("query_len", [None, 2])
+def test_many_lengths_without_keys(draw: Draw, device: str, query_len: int | None) -> None:
+    """More of them than a block has threads or a device has processors; good ones in between, and
+    lengths past the table's end."""
+    kinds = [draw.rng.choice("--00b1") for _ in range(700)]
+    lens = [draw.rng.randint(1, 40) if kind == "1" else 0 for kind in kinds]
+    case = build(draw, lens, query_len=query_len, num_heads=3, num_kv_heads=1)
+    beyond = case.block_tables.shape[1] * case.k_cache.shape[1] + 1
+    for b, kind in enumerate(kinds):
+        if kind in "-b":
+            case.context_lens[b] = -1 if kind == "-" else beyond
+    out, lse = case.decode_with_lse()
+    empty = torch.tensor([b for b, kind in enumerate(kinds) if kind in "-0"], device=device)
+    assert_same_bits(out[empty], torch.zeros_like(out[empty]))
+    assert bool((lse[empty] == -math.inf).all())
+    bad = torch.tensor([b for b, kind in enumerate(kinds) if kind == "b"], device=device)
+    assert bool(out[bad].isnan().all())
+    assert bool(lse[bad].isnan().all())
+    good = [b for b, kind in enumerate(kinds) if kind == "1"]
+    kept = {name: getattr(case, name)[good] for name in ("q", "block_tables", "context_lens")}
+    assert_accurate(case.with_(**kept), out[good], lse[good])
+
+
 def test_extreme_values(draw: Draw, device: str) -> None:
     """fp16's largest numbers in V come out; in q and K they overflow plain PyTorch, not us."""
     case = build(draw, [1, 16, 50], num_heads=4, dtype=torch.float16)

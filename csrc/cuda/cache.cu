@@ -131,10 +131,8 @@ __device__ __forceinline__ T* slot_of(void* cache, const CacheStrides& strides, 
          head * strides.head;
 }
 
-// A thread takes a vector of key and the same one of value. Behind prepare_kernel it may be
-// launched early: it starts when all earlier work is done, and its end means that prepare_kernel's
-// has come. NOTE: asked for 5 blocks a multiprocessor, the compiler has the registers that it else
-// spills to make room for 6.
+// A thread takes a vector of key and the same one of value. NOTE: asked for 5 blocks a
+// multiprocessor, the compiler has the registers that it else spills to make room for 6.
 template <typename From, typename To, int kElements>
 __global__ void __launch_bounds__(kThreads, 5)
     write_kv_kernel(const __grid_constant__ WriteKvParams p) {
@@ -157,23 +155,18 @@ __global__ void __launch_bounds__(kThreads, 5)
     store_vector(stored<To>(value, scale_of(p.v_scale, head)),
                  slot_of<To>(p.v_cache, p.v_strides, place, head) + d);
   }
-  wait_for_kernel_before();
 }
 
 template <typename From, typename To, int kElements>
-cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream,
-                   bool early) {
+cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   constexpr auto kKernel = write_kv_kernel<From, To, kElements>;
   const unsigned blocks =
       blocks_for(p.num_tokens * p.num_kv_heads * (p.head_dim / kElements), limits);
-  if (early) {
-    // The decode kernel that comes next wants its multiprocessor's memory as shared memory.
-    const cudaError_t error =
-        set_attribute_once<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(
-            cudaSharedmemCarveoutMaxShared, limits);
-    if (error != cudaSuccess) return error;
-    return launch_early(kKernel, blocks, kThreads, 0, p, limits, stream);
-  }
+  // The decode kernel that comes next wants its multiprocessor's memory as shared memory.
+  const cudaError_t error =
+      set_attribute_once<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(
+          cudaSharedmemCarveoutMaxShared, limits);
+  if (error != cudaSuccess) return error;
   kKernel<<<blocks, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
@@ -194,44 +187,42 @@ bool are_aligned(const WriteKvParams& p, int elements, int64_t from_bytes, int64
 }
 
 template <typename From, typename To>
-cudaError_t launch_widest(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream,
-                          bool early) {
+cudaError_t launch_widest(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(From));
   return are_aligned(p, kElements, sizeof(From), sizeof(To))
-             ? launch<From, To, kElements>(p, limits, stream, early)
-             : launch<From, To, 1>(p, limits, stream, early);
+             ? launch<From, To, kElements>(p, limits, stream)
+             : launch<From, To, 1>(p, limits, stream);
 }
 
 template <typename From>
 cudaError_t launch_conversion(const WriteKvParams& p, const DeviceLimits& limits,
-                              cudaStream_t stream, bool early) {
+                              cudaStream_t stream) {
   if constexpr (sizeof(From) == 2) {
     if (p.cache_dtype == DType::kFloat8E4M3) {
-      return launch_widest<From, __nv_fp8_e4m3>(p, limits, stream, early);
+      return launch_widest<From, __nv_fp8_e4m3>(p, limits, stream);
     }
     if (p.cache_dtype == DType::kFloat8E5M2) {
-      return launch_widest<From, __nv_fp8_e5m2>(p, limits, stream, early);
+      return launch_widest<From, __nv_fp8_e5m2>(p, limits, stream);
     }
   }
-  return launch_widest<From, From>(p, limits, stream, early);
+  return launch_widest<From, From>(p, limits, stream);
 }
 
 }  // namespace
 
-cudaError_t write_kv(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream,
-                     bool early) {
+cudaError_t write_kv(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   if (p.num_tokens == 0 || p.num_blocks == 0) return cudaSuccess;
   if (p.cache_dtype == p.dtype && p.k_scale.data == nullptr && p.v_scale.data == nullptr) {
-    return p.dtype == DType::kFloat32 ? launch_widest<uint32_t, uint32_t>(p, limits, stream, early)
-                                      : launch_widest<uint16_t, uint16_t>(p, limits, stream, early);
+    return p.dtype == DType::kFloat32 ? launch_widest<uint32_t, uint32_t>(p, limits, stream)
+                                      : launch_widest<uint16_t, uint16_t>(p, limits, stream);
   }
   switch (p.dtype) {
     case DType::kFloat16:
-      return launch_conversion<__half>(p, limits, stream, early);
+      return launch_conversion<__half>(p, limits, stream);
     case DType::kBFloat16:
-      return launch_conversion<__nv_bfloat16>(p, limits, stream, early);
+      return launch_conversion<__nv_bfloat16>(p, limits, stream);
     default:
-      return launch_conversion<float>(p, limits, stream, early);
+      return launch_conversion<float>(p, limits, stream);
   }
 }
 

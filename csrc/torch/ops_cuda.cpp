@@ -220,9 +220,9 @@ struct CudaBackend {
                                   std::to_string(params.num_kv_heads));
     }
     const auto bytes = static_cast<int64_t>(cuda::decode_scratch_bytes(params, config));
-    const Tensor scratch = empty_on_device(arguments.q, {bytes}, aoti_torch_dtype_uint8());
+    const Scratch scratch(arguments.q, bytes);
     check_cuda(cuda::decode(params, new_tokens, early_start().load(std::memory_order_relaxed),
-                            config, scope.limits(), scratch.data_ptr(), scope.stream()),
+                            config, scope.limits(), scratch.data(), scope.stream()),
                arguments.op);
   }
 

@@ -66,6 +66,41 @@ inline Tensor empty_on_device(const Tensor& like, const std::vector<int64_t>& si
   return Tensor(handle);
 }
 
+// Memory of torch's CUDA allocator on the current stream, for as long as it is in scope: what is
+// launched meanwhile may use it. Without a tensor around it, which costs the host as much as all
+// else that a call allocates; not every version of torch has such functions.
+class Scratch {
+ public:
+  Scratch(const Tensor& like, int64_t bytes) {
+    using Allocate = AOTITorchError (*)(uint64_t, void**);
+    static const auto allocate = reinterpret_cast<Allocate>(
+        dlsym(RTLD_DEFAULT, "aoti_torch_cuda_caching_allocator_raw_alloc"));
+    if (allocate != nullptr && free_function() != nullptr) {
+      check_torch(allocate(static_cast<uint64_t>(bytes), &data_));
+    } else {
+      tensor_ = empty_on_device(like, {bytes}, aoti_torch_dtype_uint8());
+    }
+  }
+  ~Scratch() {
+    if (data_ != nullptr) (void)free_function()(data_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  void* data() const { return tensor_ ? tensor_->data_ptr() : data_; }
+
+ private:
+  using Free = AOTITorchError (*)(void*);
+  static Free free_function() {
+    static const auto free =
+        reinterpret_cast<Free>(dlsym(RTLD_DEFAULT, "aoti_torch_cuda_caching_allocator_raw_delete"));
+    return free;
+  }
+
+  void* data_ = nullptr;
+  OptionalTensor tensor_;
+};
+
 // Runs body(context, i) for i in [0, n) on torch's intra-op threads.
 inline void run_on_torch_threads(int64_t n, void (*body)(void* context, int64_t i), void* context) {
   torch::stable::parallel_for(0, n, 1, [=](int64_t begin, int64_t end) {

@@ -52,15 +52,55 @@ class GroupBarrier {
   uint32_t phase_ = 0;
 };
 
-// Adds `count` and returns what was there. What this thread's block wrote before its last barrier
-// is seen by whoever reads a later count.
-__device__ __forceinline__ int32_t arrive(int32_t* counter, int32_t count) {
-  int32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(count)
-               : "memory");
-  return before;
-}
+// Counts arrivals at a word that may hold anything before the first: from a number of the call's
+// own on, which what lies there is not within reach of but by a chance of some in 2^64. The last to
+// arrive takes the word out of reach again, for a graph's next replay has the same number.
+class ArrivalCounter {
+ public:
+  __device__ __forceinline__ ArrivalCounter(uint64_t* word, uint64_t start, int all)
+      : word_(word), start_(start), all_(static_cast<uint32_t>(all)) {}
+
+  // Sets the word to where the count starts, unless that has been done. Arrivals do so where they
+  // must; one that is early spares them the time.
+  __device__ __forceinline__ void begin() const {
+    uint64_t found;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(word_) : "memory");
+    while (!is_count(found)) {
+      const uint64_t other = found;
+      asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                   : "=l"(found)
+                   : "l"(word_), "l"(other), "l"(start_)
+                   : "memory");
+      if (found == other) break;
+    }
+  }
+
+  // Whether these `count` complete it. What this thread's block wrote before its last barrier is
+  // seen by whoever completes it.
+  __device__ __forceinline__ bool arrive(int count) const {
+    for (;;) {
+      uint64_t before;
+      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                   : "=l"(before)
+                   : "l"(word_), "l"(static_cast<uint64_t>(count))
+                   : "memory");
+      if (is_count(before)) {
+        const bool is_last = before - start_ + static_cast<uint32_t>(count) == all_;
+        if (is_last) *word_ = start_ + kOutOfReach;
+        return is_last;
+      }
+      begin();
+    }
+  }
+
+ private:
+  static constexpr uint64_t kOutOfReach = uint64_t{1} << 63;
+
+  __device__ __forceinline__ bool is_count(uint64_t found) const { return found - start_ < all_; }
+
+  uint64_t* word_;
+  uint64_t start_;
+  uint32_t all_;
+};
 
 }  // namespace paged_attn::cuda

@@ -103,6 +103,7 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
       this->own_cut_ends() |= 1 << begins_here;
       if (token_lane_ == 0 && row_tile_ == 0) {
         shared_.cuts[head_lane_][begins_here] = {rows, first_block, own_parts, all_parts};
+        if (begins_here) arrivals_at(shared_.cuts[head_lane_][1]).begin();
       }
     }
     __syncwarp();
@@ -121,9 +122,10 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
       bool last = false;
       if (this->own_cut_ends() >> lane_ & 1) {
         const CutUnit& cut = shared_.cuts[head_lane_][lane_];
-        const int counter = cut.first_block * params_.head_lanes + head_lane_;
-        if (params_.max_chunks > 0 && lane_ == 1) params_.prefix_chunks[counter] = cut.own_parts;
-        last = arrive(params_.arrivals + counter, cut.own_parts) + cut.own_parts == cut.all_parts;
+        if (params_.max_chunks > 0 && lane_ == 1) {
+          params_.prefix_chunks[this->unit_index(cut)] = cut.own_parts;
+        }
+        last = arrivals_at(cut).arrive(cut.own_parts);
       }
       shared_.is_last[lane_][head_lane_] = last;
     }
@@ -161,6 +163,10 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
   // Whether a warp may go on while others still read its state: until the next is to be kept.
   __device__ __forceinline__ bool can_be_late() const {
     return params_.has_state_buffers && params_.max_chunks == 0;
+  }
+
+  __device__ __forceinline__ ArrivalCounter arrivals_at(const CutUnit& cut) const {
+    return {params_.arrivals + this->unit_index(cut), params_.call_number, cut.all_parts};
   }
 
   // The warps of the head lane.
@@ -260,8 +266,7 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
               this->part_of(cut.first_block, false), 2 * groups()};
     }
     // The first block's chunks, which it has folded, then the others one by one.
-    const int prefix =
-        __ldcg(params_.prefix_chunks + cut.first_block * params_.head_lanes + head_lane_);
+    const int prefix = __ldcg(params_.prefix_chunks + this->unit_index(cut));
     return {1 + cut.all_parts - prefix, this->chunk_part_of(cut.first_block, 0),
             this->chunk_part_of(cut.first_block, prefix - 1), groups()};
   }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <random>
 #include <utility>
 
 #include "../kernels.h"
@@ -19,22 +20,20 @@ namespace {
 // How scratch is divided, in bytes from its start.
 struct ScratchLayout {
   size_t partial_sums;
-  size_t row_starts;
-  size_t prefix_chunks;
   size_t arrivals;
-  size_t num_arrivals;
+  size_t prefix_chunks;
+  size_t row_starts;
   size_t bytes;
 
   ScratchLayout(const DecodeParams& params, const DecodeConfig& config) {
     const auto groups = static_cast<size_t>(config.grid) * config.head_lanes * config.row_tiles;
     const size_t parts = (2 + static_cast<size_t>(config.max_chunks)) * groups;
     partial_sums = parts * kTileRows * config.head_dim * sizeof(float);
-    row_starts = partial_sums + parts * kTileRows * sizeof(RowSums);
-    prefix_chunks =
-        row_starts + (params.cu_seqlens_q ? (params.batch_size + 1) * sizeof(int32_t) : 0);
-    num_arrivals = static_cast<size_t>(config.grid) * config.head_lanes;
-    arrivals = prefix_chunks + (config.max_chunks > 0 ? num_arrivals * sizeof(int32_t) : 0);
-    bytes = arrivals + num_arrivals * sizeof(int32_t);
+    arrivals = partial_sums + parts * kTileRows * sizeof(RowSums);
+    const auto units = static_cast<size_t>(config.grid) * config.head_lanes;
+    prefix_chunks = arrivals + units * sizeof(uint64_t);
+    row_starts = prefix_chunks + (config.max_chunks > 0 ? units * sizeof(int32_t) : 0);
+    bytes = row_starts + (params.cu_seqlens_q ? (params.batch_size + 1) * sizeof(int32_t) : 0);
   }
 };
 
@@ -73,6 +72,17 @@ cudaError_t launch_for_cache(const DeviceParams& params, const DecodeConfig& con
   }
 }
 
+// Which no other call has had, in any thread or process: what such a call left in scratch is never
+// taken for this one's.
+uint64_t next_call_number() {
+  const auto seed = [] {
+    std::random_device device;
+    return std::mt19937_64(uint64_t{device()} << 32 | device());
+  };
+  thread_local std::mt19937_64 numbers = seed();
+  return numbers();
+}
+
 }  // namespace
 
 size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& config) {
@@ -89,10 +99,10 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, 
   device.decode = params;
   device.partial_outputs = reinterpret_cast<float*>(bytes);
   device.partial_sums = reinterpret_cast<RowSums*>(bytes + layout.partial_sums);
-  device.row_starts = reinterpret_cast<int32_t*>(bytes + layout.row_starts);
+  device.arrivals = reinterpret_cast<uint64_t*>(bytes + layout.arrivals);
   device.prefix_chunks = reinterpret_cast<int32_t*>(bytes + layout.prefix_chunks);
-  device.arrivals = reinterpret_cast<int32_t*>(bytes + layout.arrivals);
-  device.num_arrivals = static_cast<int32_t>(layout.num_arrivals);
+  device.row_starts = reinterpret_cast<int32_t*>(bytes + layout.row_starts);
+  device.call_number = next_call_number();
   device.group = static_cast<int32_t>(params.num_heads / params.num_kv_heads);
   device.by_group = Divisor(device.group);
   device.by_block_size = Divisor(params.block_size);
@@ -138,20 +148,22 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, 
   device.out_is_aligned = reinterpret_cast<uintptr_t>(params.out) % four_elements == 0 &&
                           (out.batch | out.token | out.head) % 4 == 0;
 
-  // Ragged rows are found by prepare_kernel, for which every block waits before all else.
-  device.starts_early = starts_early && new_tokens == nullptr && is_plain(config.variant) &&
-                        params.cu_seqlens_q == nullptr;
-  if (device.starts_early || new_tokens != nullptr) {
-    // Halves of 16 bytes pass through the L1, by lines that neighbouring slots may share. (With
-    // ragged queries every block waits before all else: see kernel.cuh.)
+  // Ragged rows are found by prepare_kernel, for which every block waits before all else. The
+  // kernel that writes new tokens is a plain launch: when it begins all before it is done.
+  const bool is_ragged = params.cu_seqlens_q != nullptr;
+  const bool writes = new_tokens != nullptr && new_tokens->num_blocks > 0;
+  device.starts_early =
+      starts_early && new_tokens == nullptr && is_plain(config.variant) && !is_ragged;
+  device.overlaps = device.starts_early || (writes && !is_ragged);
+  if (device.overlaps) {
+    // Halves of 16 bytes pass through the L1, by lines that neighbouring slots may share.
     const bool share_lines = params.cache_dtype != params.dtype && params.head_dim % 16 != 0;
     device.num_new_keys = share_lines ? kAllKeys : static_cast<int32_t>(params.query_len);
   }
 
-  cudaError_t error = launch_prepare(device, limits, stream);
-  if (error == cudaSuccess && new_tokens != nullptr) {
-    error = write_kv(*new_tokens, limits, stream, true);
-  }
+  cudaError_t error = cudaSuccess;
+  if (writes) error = write_kv(*new_tokens, limits, stream);
+  if (error == cudaSuccess && is_ragged) error = launch_prepare(device, limits, stream);
   if (error != cudaSuccess) return error;
   switch (params.dtype) {
     case DType::kFloat16:

@@ -40,7 +40,8 @@ struct DeviceParams {
   int8_t leaves_a_lane_shift;
   bool has_state_buffers;  // shared memory for a state of each warp beside the rings
   bool has_unit_buffers;   // and for one of each KV head behind that
-  bool starts_early;       // without options: see kernels.h
+  bool overlaps;           // the kernel before may still run while old keys and values are read
+  bool starts_early;       // and queries are written: see kernels.h; without options
   bool has_transforms;     // softcap or ALiBi
   bool out_is_aligned;     // every row of out starts at a multiple of 4 elements
 
@@ -56,11 +57,10 @@ struct DeviceParams {
   float* partial_outputs;  // [parts, kTileRows, head_dim]; parts: [grid, 2, groups], and then
                            // [grid, max_chunks, groups]
   RowSums* partial_sums;   // [parts, kTileRows]
+  uint64_t* arrivals;      // [grid, head_lanes]: at the unit that ends a block's share
+  int32_t* prefix_chunks;  // [grid, head_lanes]: of that unit, those that the block has
   int32_t* row_starts;     // ragged: [B + 1]; sequence b owns rows row_starts[b] ... [b + 1] of q
-  int32_t*
-      prefix_chunks;  // [grid, head_lanes]: of the unit that ends a block's share, those it has
-  int32_t* arrivals;  // [grid, head_lanes]
-  int32_t num_arrivals;
+  uint64_t call_number;    // random, this call's own
 
   Divisor by_most_leaves;  // batch-invariant: of all chunks
   int32_t least_chunk_shift;

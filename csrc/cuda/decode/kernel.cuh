@@ -4,6 +4,7 @@
 
 #include "../dependent_launch.cuh"
 #include "combine.cuh"
+#include "empty_rows.cuh"
 #include "scores.cuh"
 
 namespace paged_attn::cuda {
@@ -38,11 +39,11 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
     GroupBarrier::init(&group_barriers[head_lane], params.token_lanes * kRowTiles * 32);
   }
 
+  // Where this kernel overlaps the one before, all that is read until the waits below was there
+  // before that began, but for new keys, for which the stream waits, and queries where it starts
+  // early.
+  if (!params.overlaps) wait_for_kernel_before();
   let_next_kernel_start();
-  // Ragged rows are found by prepare_kernel. All else that is read until the wait below was there
-  // before that began, new keys apart, for which the stream waits, and queries where this kernel
-  // starts early.
-  if (params.decode.cu_seqlens_q != nullptr) wait_for_kernel_before();
   __shared__ Sequence staged[kThreads];
   __shared__ Share kept_share;
   Share share;
@@ -51,8 +52,14 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   } else {
     share = find_share<kThreads, kRowsAPass>(params, staged, kept_share);
   }
+  const auto fill_empty = [&] {
+    fill_empty_sequences<T, kThreads>(params.decode, [&](int64_t b) {
+      return b < kThreads ? staged[b] : load_sequence(params, b);
+    });
+  };
   if (share.begin >= share.end) {
     wait_for_kernel_before();
+    fill_empty();
     return;
   }
 
@@ -172,23 +179,23 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
     end_tile = lane_tiles.end;
     chunk_end = lane_tiles.chunk_end;
     lanes_used = lane_tiles.lanes_used;
-    const bool is_last_chunk = chunk_end == segment.end;
-    if (rows.kv_head >= params.decode.num_kv_heads) {
-      lanes_used = end_tile = 0;  // a spare lane
-    } else if (is_next_chunk) {
-      target = target.next_chunk(combine.groups(), is_last_chunk);
-    } else if (is_last_chunk && segment.is_whole(params)) {
-      target = {};
-    } else {
-      target = combine.begin_part(kIsOne ? share : kept_share, segment, rows, is_last_chunk);
-    }
+    const bool is_spare_lane = rows.kv_head >= params.decode.num_kv_heads;
+    if (is_spare_lane) lanes_used = end_tile = 0;
     if (is_plain(kVariant) && lacks_query) {
-      // Before the first result is written, too.
+      // Before anything is written, too: the call before may use the same scratch.
       wait_for_kernel_before();
       if (tile < end_tile) {
         stream.store_query(shared + ring * kRingBytes + slot * Stream::kSlotBytes, rows);
         lacks_query = false;
       }
+    }
+    const bool is_last_chunk = chunk_end == segment.end;
+    if (is_spare_lane || (!is_next_chunk && is_last_chunk && segment.is_whole(params))) {
+      target = {};
+    } else if (is_next_chunk) {
+      target = target.next_chunk(combine.groups(), is_last_chunk);
+    } else {
+      target = combine.begin_part(kIsOne ? share : kept_share, segment, rows, is_last_chunk);
     }
   }
 
@@ -196,6 +203,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   wait_for_kernel_before();
   combine.announce_parts();
   combine.merge_units();
+  fill_empty();
 }
 
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages,

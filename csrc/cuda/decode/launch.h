@@ -1,5 +1,5 @@
 // The host functions behind decode(): one a kernel shape, defined in launch.cuh and compiled in
-// instantiations/, and the kernel that runs before any of them.
+// instantiations/, and the kernel that runs before any of them where queries are ragged.
 #pragma once
 
 #include <cuda_runtime.h>

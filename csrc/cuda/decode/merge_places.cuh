@@ -94,6 +94,11 @@ class MergePlaces {
            group();
   }
 
+  // Among the units that blocks share: by the block where it begins.
+  __device__ __forceinline__ int unit_index(const CutUnit& cut) const {
+    return cut.first_block * params_.head_lanes + head_lane_;
+  }
+
   // Merging is shared out by pieces: every token_lanes-th is this warp's.
   __device__ __forceinline__ int own_pieces(const RowTile& rows) const {
     const int others = params_.token_lanes - 1 - token_lane_;

@@ -1,14 +1,12 @@
-// What runs before the decode kernel: zeroes the arrival counters, writes the rows that no key
-// reaches, and finds which rows of q a ragged sequence owns. It first waits until all earlier work
-// is done; the kernels behind it start as soon as that is so, or before where they start early.
+// What runs before the decode kernel where queries are ragged: finds which rows of q each sequence
+// owns, and fills those of none.
 #include <algorithm>
-#include <cstring>
 
 #include "../dependent_launch.cuh"
 #include "../function_attribute.h"
 #include "../kernels.h"
+#include "empty_rows.cuh"
 #include "launch.h"
-#include "rows.cuh"
 
 namespace paged_attn::cuda {
 namespace {
@@ -47,87 +45,24 @@ __device__ __forceinline__ void find_row_starts(const DeviceParams& params, int3
   }
 }
 
-// Rows [begin, end) of sequence b, or of q if ragged: a warp for each token and head. The sinks are
-// all that rows see which a sequence owns.
-template <typename T>
-__device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int64_t begin,
-                                          int64_t end, bool bad, bool owned) {
-  constexpr int kVector = 16 / static_cast<int>(sizeof(T));
-  T value;
-  store(bad ? NAN : 0.f, value);
-  uint32_t word = 0;
-  memcpy(&word, &value, sizeof(T));
-  if (sizeof(T) == 2) word |= word << 16;
-  const int lane = threadIdx.x & 31;
-  int64_t token = begin, head = threadIdx.x >> 5;
-#pragma unroll 1
-  for (;; head += kPrepareThreads / 32) {
-    for (; head >= p.num_heads && token < end; head -= p.num_heads) ++token;
-    if (token >= end) return;
-    T* row = static_cast<T*>(p.out) + b * p.out_strides.batch + token * p.out_strides.token +
-             head * p.out_strides.head;
-    if (reinterpret_cast<uintptr_t>(row) % 16 == 0) {
-      for (int64_t d = lane * kVector; d < p.head_dim; d += 32 * kVector) {
-        *reinterpret_cast<uint4*>(row + d) = make_uint4(word, word, word, word);
-      }
-    } else {
-      for (int64_t d = lane; d < p.head_dim; d += 32) row[d] = value;
-    }
-    if (p.lse != nullptr && lane == 0) {
-      p.lse[b * p.lse_strides.batch + token * p.lse_strides.token + head * p.lse_strides.head] =
-          bad     ? NAN
-          : owned ? sink_of<T>(p, head)
-                  : -INFINITY;
-    }
-  }
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const __grid_constant__ DeviceParams params) {
-  if (params.starts_early) let_next_kernel_start();
   wait_for_kernel_before();
   let_next_kernel_start();
   const DecodeParams& p = params.decode;
-  for (int64_t i = blockIdx.x * kPrepareThreads + threadIdx.x; i < params.num_arrivals;
-       i += gridDim.x * kPrepareThreads) {
-    params.arrivals[i] = 0;
-  }
-  if (p.cu_seqlens_q != nullptr) {
-    // Every block finds them all for itself: they write the same values.
-    find_row_starts(params, params.row_starts);
-    __syncthreads();
-    // The rows of no sequence, a part of them a block. A bad first entry may hide where sequences
-    // begin: all rows before it are as bad.
-    const auto fill_part = [&](int64_t begin, int64_t end, bool bad) {
-      const int64_t each = (end - begin + gridDim.x - 1) / gridDim.x;
-      const int64_t first = min(begin + blockIdx.x * each, end);
-      fill_rows<T>(p, 0, first, min(first + each, end), bad, false);
-    };
-    fill_part(0, params.row_starts[0], p.cu_seqlens_q[0] != params.row_starts[0]);
-    fill_part(params.row_starts[p.batch_size], p.num_tokens, false);
-  }
-  // A thread looks at a sequence, the block fills the rows of those without keys.
-  __shared__ Sequence sequences[kPrepareThreads];
-  __shared__ unsigned is_empty[kPrepareThreads / 32];
-  for (int64_t first = blockIdx.x; first < p.batch_size; first += gridDim.x * kPrepareThreads) {
-    const auto batch_of = [&](int i) { return first + i * static_cast<int64_t>(gridDim.x); };
-    const int64_t own = batch_of(threadIdx.x);
-    const Sequence sequence = load_sequence(params, own);
-    sequences[threadIdx.x] = sequence;
-    const unsigned mask = __ballot_sync(~0u, own < p.batch_size && sequence.context_len <= 0);
-    if (threadIdx.x % 32 == 0) is_empty[threadIdx.x / 32] = mask;
-    __syncthreads();
-    for (int w = 0; w < kPrepareThreads / 32; ++w) {
-      for (unsigned left = is_empty[w]; left != 0; left &= left - 1) {
-        const int i = w * 32 + __ffs(static_cast<int>(left)) - 1;
-        const Sequence& empty = sequences[i];
-        fill_rows<T>(p, batch_of(i), empty.first_row, empty.first_row + empty.query_len,
-                     empty.context_len < 0, true);
-      }
-    }
-    __syncthreads();
-  }
+  // Every block finds them all for itself: they write the same values.
+  find_row_starts(params, params.row_starts);
+  __syncthreads();
+  // The rows of no sequence, a part of them a block. A bad first entry may hide where sequences
+  // begin: all rows before it are as bad.
+  const auto fill_part = [&](int64_t begin, int64_t end, bool bad) {
+    const int64_t each = (end - begin + gridDim.x - 1) / gridDim.x;
+    const int64_t first = min(begin + blockIdx.x * each, end);
+    fill_rows<T, kPrepareThreads>(p, 0, first, min(first + each, end), bad, false);
+  };
+  fill_part(0, params.row_starts[0], p.cu_seqlens_q[0] != params.row_starts[0]);
+  fill_part(params.row_starts[p.batch_size], p.num_tokens, false);
 }
 
 template <typename T>
