@@ -247,8 +247,8 @@ KERNELS = [
         "cuda_chunks_by_batch",
         "with batch_invariant a sequence's bits are its own",
         f"{DECODE}/heuristics.h",
-        "p.head_dim * cache_bytes <= 128 ? 4 : 3;",
-        "p.batch_size > 1 ? 5 : 4;",
+        "config.least_chunk_shift = p.head_dim * cache_bytes <= tuning.invariant_short_row_bytes",
+        "config.least_chunk_shift = p.batch_size > 1",
         "test_batch_invariance.py::test_each_sequence_alone[plain-cuda-6-2-None]",
     ),
     HALF(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ def choose(
     has_options: bool = False,
     num_sms: int = 132,
     shared_kb: int = 227,
+    tuning: Sequence[int] = (),
 ) -> Config:
     """The choice for uniform queries, or for `ragged_tokens` ragged ones in all."""
     ragged = ragged_tokens is not None
@@ -87,6 +89,7 @@ def choose(
             has_options,
             num_sms,
             shared_kb * 1024,
+            tuning,
         )
     )
 

@@ -48,13 +48,15 @@ struct CpuBackend {
 
 std::string cpu_isa() { return cpu::isa_name(); }
 
-// What heuristics.h chooses for CUDA, for tests on machines without a GPU: DecodeConfig's fields in
-// their order. A query_len of 0 stands for ragged queries.
+// What heuristics.h chooses for CUDA, for machines without a GPU too: DecodeConfig's fields in
+// their order. A query_len of 0 stands for ragged queries, no tuning for that of cards without
+// their own.
 std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, bool batch_invariant,
                                    int64_t batch_size, int64_t query_len, int64_t num_tokens,
                                    int64_t max_query_len, int64_t num_heads, int64_t num_kv_heads,
                                    int64_t head_dim, int64_t table_tokens, bool has_options,
-                                   int64_t num_sms, int64_t shared_memory) {
+                                   int64_t num_sms, int64_t shared_memory,
+                                   const std::vector<int64_t>& tuning) {
   const int32_t any = 0;
   DecodeParams params{};
   params.dtype = element_bytes == 4 ? DType::kFloat32 : DType::kFloat16;
@@ -74,6 +76,7 @@ std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, b
   cuda::DeviceLimits limits{};
   limits.num_sms = static_cast<int>(num_sms);
   limits.shared_memory_per_block = static_cast<int>(shared_memory);
+  if (!tuning.empty()) limits.tuning = cuda::to_tuning(tuning);
   const cuda::DecodeConfig c = cuda::choose_decode_config(params, limits);
   return {static_cast<int>(c.variant),
           c.head_dim,
@@ -95,6 +98,13 @@ std::vector<int64_t> decode_config(int64_t element_bytes, int64_t cache_bytes, b
           c.shared_bytes};
 }
 
+std::string tuning_names() { return cuda::tuning_names(); }
+
+std::vector<int64_t> table_tuning(int64_t compute_capability, int64_t num_sms) {
+  return cuda::to_list(
+      cuda::tuning_of(static_cast<int>(compute_capability), static_cast<int>(num_sms)));
+}
+
 }  // namespace
 }  // namespace paged_attn
 
@@ -106,4 +116,6 @@ STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
   m.impl("_set_checks", TORCH_BOX(&paged_attn::set_checks));
   m.impl("_cpu_isa", TORCH_BOX(&paged_attn::cpu_isa));
   m.impl("_decode_config", TORCH_BOX(&paged_attn::decode_config));
+  m.impl("_tuning_names", TORCH_BOX(&paged_attn::tuning_names));
+  m.impl("_table_tuning", TORCH_BOX(&paged_attn::table_tuning));
 }

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <list>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -43,6 +45,25 @@ std::atomic<bool>& early_start() {
 
 bool set_early_start(bool enabled) { return early_start().exchange(enabled); }
 
+// For benchmarks/tune.py and tests: what counts instead of the table of tuning.h, if not null.
+std::atomic<const cuda::Tuning*>& tuning_in_place_of_the_table() {
+  static std::atomic<const cuda::Tuning*> tuning(nullptr);
+  return tuning;
+}
+
+void set_tuning(const std::vector<int64_t>& numbers) {
+  // None is freed: calls on other threads may be reading it.
+  static std::list<cuda::Tuning> kept;
+  static std::mutex mutex;
+  const cuda::Tuning* tuning = nullptr;
+  if (!numbers.empty()) {
+    const cuda::Tuning wanted = cuda::to_tuning(numbers);
+    const std::lock_guard<std::mutex> lock(mutex);
+    tuning = &kept.emplace_back(wanted);
+  }
+  tuning_in_place_of_the_table().store(tuning);
+}
+
 // Asked for once a thread and device: they do not change.
 const cuda::DeviceLimits& device_limits(int32_t device, const char* op) {
   thread_local int32_t known_device = -1;
@@ -55,6 +76,10 @@ const cuda::DeviceLimits& device_limits(int32_t device, const char* op) {
                                       cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                op);
     check_cuda(cuda::has_dependent_launch(limits.has_dependent_launch), op);
+    int major = 0, minor = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), op);
+    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), op);
+    limits.tuning = cuda::tuning_of(10 * major + minor, limits.num_sms);
     known_device = device;
   }
   return limits;
@@ -84,6 +109,9 @@ class DeviceScope {
     limits_ = device_limits(device_, op);
     limits_.shared_memory_per_block = static_cast<int>(
         std::min<int64_t>(limits_.shared_memory_per_block, shared_memory_cap().load()));
+    if (const cuda::Tuning* instead = tuning_in_place_of_the_table().load()) {
+      limits_.tuning = *instead;
+    }
   }
 
   cudaStream_t stream() const { return stream_; }
@@ -118,6 +146,10 @@ class DeviceScope {
   cudaStream_t stream_ = nullptr;
   cuda::DeviceLimits limits_{};
 };
+
+std::vector<int64_t> tuning(int64_t device) {
+  return cuda::to_list(DeviceScope(static_cast<int32_t>(device), "_tuning").limits().tuning);
+}
 
 // What `later` gets from now on runs after what `earlier`, a stream of `device`, has got until now.
 void order(int32_t device, cudaStream_t earlier, cudaStream_t later, const char* op) {
@@ -284,10 +316,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(paged_attn, m) {
   m.def("_set_cuda_checks(bool enabled) -> bool");
   m.def("_set_early_start(bool enabled) -> bool");
   m.def("_set_shared_memory_cap(int bytes) -> int");
+  m.def("_set_tuning(int[] numbers) -> ()");
+  m.def("_tuning(int device) -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) {
   m.impl("_set_cuda_checks", TORCH_BOX(&paged_attn::set_checks));
   m.impl("_set_early_start", TORCH_BOX(&paged_attn::set_early_start));
   m.impl("_set_shared_memory_cap", TORCH_BOX(&paged_attn::set_shared_memory_cap));
+  m.impl("_set_tuning", TORCH_BOX(&paged_attn::set_tuning));
+  m.impl("_tuning", TORCH_BOX(&paged_attn::tuning));
 }

@@ -53,5 +53,8 @@ STABLE_TORCH_LIBRARY(paged_attn, m) {
   m.def(
       "_decode_config(int element_bytes, int cache_bytes, bool batch_invariant, int batch_size, "
       "int query_len, int num_tokens, int max_query_len, int num_heads, int num_kv_heads, "
-      "int head_dim, int table_tokens, bool has_options, int num_sms, int shared_memory) -> int[]");
+      "int head_dim, int table_tokens, bool has_options, int num_sms, int shared_memory, "
+      "int[] tuning=[]) -> int[]");
+  m.def("_tuning_names() -> str");
+  m.def("_table_tuning(int compute_capability, int num_sms) -> int[]");
 }

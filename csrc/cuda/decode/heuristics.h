@@ -1,6 +1,7 @@
-// From shapes to a launch configuration. No device code: tested on machines without a GPU. Lengths
-// may not enter, for a captured graph is replayed with others; nor the table's width, for engines
-// pass tables as wide as the longest context they allow, except where positions would overflow.
+// From shapes to a launch configuration, by the numbers of tuning.h. No device code: tested on
+// machines without a GPU. Lengths may not enter, for a captured graph is replayed with others; nor
+// the table's width, for engines pass tables as wide as the longest context they allow, except
+// where positions would overflow.
 #pragma once
 
 #include <algorithm>
@@ -139,18 +140,22 @@ constexpr int own_shared_bytes(const KernelShape& shape) {
   return 32 * shape.rings * shape.row_tiles * 12 + 256;
 }
 
-// How many KV heads the rings take side by side: as many as leave a segment for every processor,
+// How many KV heads the rings take side by side: as many as leave segments for most processors,
 // because neighbouring heads' rows are neighbours in memory and a ring has whole segments to
 // itself. The rest of the rings share a head's tokens: two at most where sequences are many, for
 // then they are ragged, and the last tiles of each leave rings idle. Rows that are no whole memory
 // lines share some with their neighbours, which are better read at once, up to some cost in merges.
 inline int choose_head_lanes(int rings, int64_t batch_size, int64_t num_kv_heads, int64_t row_bytes,
-                             int num_sms) {
-  const int64_t enough_segments = row_bytes % 128 == 0 ? num_sms * 7 / 8 : num_sms / 16;
+                             const DeviceLimits& limits) {
+  const Tuning& tuning = limits.tuning;
+  const int64_t enough_segments =
+      share_of(limits.num_sms, row_bytes % 128 == 0 ? tuning.head_lanes_least_segments
+                                                    : tuning.head_lanes_least_segments_unaligned);
   for (int lanes = rings; lanes > 1; lanes /= 2) {
     const int64_t groups = (num_kv_heads + lanes - 1) / lanes;
-    const bool few_idle = num_kv_heads * 4 >= groups * lanes * 3;
-    const bool many_sequences = lanes * 2 <= rings && batch_size * 5 >= num_sms;
+    const bool few_idle = is_share(num_kv_heads, groups * lanes, tuning.head_lanes_least_used);
+    const bool many_sequences =
+        lanes * 2 <= rings && is_share(batch_size, limits.num_sms, tuning.many_sequences);
     if (few_idle && (many_sequences || batch_size * groups >= enough_segments)) return lanes;
   }
   return 1;
@@ -201,10 +206,12 @@ inline Variant choose_variant(const KernelShape& shape, const DecodeParams& p) {
 }
 
 // One sequence's units have all as many tiles: equally many blocks share each of them, unless that
-// would leave more than a sixth of the processors idle. 0: it would.
-inline int choose_unit_blocks(int64_t units, int num_sms) {
-  const int64_t blocks = units > 0 ? num_sms / units : 0;
-  return static_cast<int>(units * blocks * 6 >= num_sms * 5 ? blocks : 0);
+// would leave too many processors idle. 0: it would.
+inline int choose_unit_blocks(int64_t units, const DeviceLimits& limits) {
+  const int64_t blocks = units > 0 ? limits.num_sms / units : 0;
+  const int64_t idle = limits.num_sms - units * blocks;
+  const bool few_idle = idle <= share_of(limits.num_sms, limits.tuning.one_sequence_most_idle);
+  return static_cast<int>(few_idle ? blocks : 0);
 }
 
 // Batch-invariant: how sums are divided, from what the batch does not change. Of the batch's size
@@ -212,13 +219,16 @@ inline int choose_unit_blocks(int64_t units, int num_sms) {
 // bits: a chunk has a leaf for each ring, and a warp of a pair adds up half of them.
 inline void choose_chunks(DecodeConfig& config, const DecodeParams& p, int cache_bytes,
                           const DeviceLimits& limits) {
+  const Tuning& tuning = limits.tuning;
   const int pairs = config.rings / 2;
   const bool can_pair = can_keep_leaves(config.head_dim) && config.has_state_buffers && pairs > 1 &&
-                        p.num_kv_heads * 4 >= (p.num_kv_heads + pairs - 1) / pairs * pairs * 3;
+                        is_share(p.num_kv_heads, (p.num_kv_heads + pairs - 1) / pairs * pairs,
+                                 tuning.head_lanes_least_used);
   config.head_lanes = can_pair && config.head_lanes >= pairs ? pairs : 1;
   config.leaves = config.rings;
-  // Measured: the end of a chunk costs as much as some KB more of K and V.
-  config.least_chunk_shift = p.head_dim * cache_bytes <= 128 ? 4 : 3;
+  config.least_chunk_shift = p.head_dim * cache_bytes <= tuning.invariant_short_row_bytes
+                                 ? tuning.invariant_chunk_shift_of_short_rows
+                                 : tuning.invariant_chunk_shift;
   // A long sequence alone fills the card although chunks, being powers of 2 of tiles, may be little
   // more than half as many; as far as scratch has room, of which two parts a block are for others.
   constexpr int64_t kMostBytes = 60 << 20, kFewest = 8;
@@ -289,7 +299,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
   if (config.variant == Variant::kPlain && has_one && p.batch_size == 1 &&
       p.cu_seqlens_q == nullptr &&
       static_cast<double>(p.num_kv_heads * passes) * (tiles + limits.num_sms) <= kLongestLine) {
-    config.unit_blocks = choose_unit_blocks(p.num_kv_heads * passes, limits.num_sms);
+    config.unit_blocks = choose_unit_blocks(p.num_kv_heads * passes, limits);
     if (config.unit_blocks > 0) {
       config.variant = Variant::kOne;
       config.head_lanes = 1;
@@ -300,24 +310,30 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
     }
   }
   config.head_lanes = choose_head_lanes(config.rings, p.batch_size, p.num_kv_heads,
-                                        p.head_dim * cache_bytes, limits.num_sms);
+                                        p.head_dim * cache_bytes, limits);
   if (p.batch_invariant) choose_chunks(config, p, cache_bytes, limits);
   config.token_lanes = config.rings / config.head_lanes;
 
   // Where segments are fewer than blocks, equal ones are cut into equal whole parts.
+  const Tuning& tuning = limits.tuning;
   const int64_t head_groups = (p.num_kv_heads + config.head_lanes - 1) / config.head_lanes;
   const int64_t segments = std::max<int64_t>(p.batch_size * head_groups * passes, 1);
-  config.grid = segments < limits.num_sms ? static_cast<int>(limits.num_sms / segments * segments)
-                                          : limits.num_sms;
-  config.min_tiles = config.token_lanes;
+  const int64_t idle = limits.num_sms % segments;
+  const bool equal_parts =
+      segments < limits.num_sms && idle <= share_of(limits.num_sms, tuning.equal_parts_most_idle);
+  config.grid = static_cast<int>(limits.num_sms - (equal_parts ? idle : 0));
+  config.min_tiles = tuning.least_tiles_of_token_lane * config.token_lanes;
   // A unit costs its queries, its end, where token lanes meet, and if it is cut a merge. Where
   // every unit is cut into several parts, what matters is that these are equal.
-  config.unit_cost = segments * 2 >= config.grid ? std::min(2 + 2 * config.token_lanes, 8) : 0;
+  const int unit_cost = tuning.unit_cost + tuning.unit_cost_of_token_lane * config.token_lanes;
+  config.unit_cost = is_share(segments, config.grid, tuning.unit_cost_least_segments)
+                         ? std::min(unit_cost, tuning.most_unit_cost)
+                         : 0;
 
   if (p.batch_invariant) {
     config.grid = limits.num_sms;
     // Blocks that have many units are those of pairs: see unit_cost above.
-    config.unit_cost = config.token_lanes < config.rings ? 8 : 0;
+    config.unit_cost = config.token_lanes < config.rings ? tuning.invariant_unit_cost : 0;
   }
 
   // The longest that the line can be: every unit as long as the table is wide.
