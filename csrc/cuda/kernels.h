@@ -26,9 +26,8 @@ cudaError_t has_dependent_launch(bool& answer);
 cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, bool starts_early,
                    const DecodeConfig& config, const DeviceLimits& limits, void* scratch,
                    cudaStream_t stream);
-// early: directly behind decode's preparation, which vouches for all that was before it.
-cudaError_t write_kv(const WriteKvParams& params, const DeviceLimits& limits, cudaStream_t stream,
-                     bool early = false);
+// Lets a kernel behind it start early.
+cudaError_t write_kv(const WriteKvParams& params, const DeviceLimits& limits, cudaStream_t stream);
 cudaError_t copy_blocks(const CopyBlocksParams& params, cudaStream_t stream);
 // `runs` lie inside both tensors, which may be anywhere: on the host, pinned or not, or a device.
 cudaError_t swap_blocks(const SwapPair& pair, const std::vector<BlockRun>& runs,

@@ -150,7 +150,7 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, 
 
   cudaError_t error = launch_prepare(device, limits, stream);
   if (error == cudaSuccess && new_tokens != nullptr) {
-    error = write_kv(*new_tokens, limits, stream, true);
+    error = write_kv(*new_tokens, limits, stream);
   }
   if (error != cudaSuccess) return error;
   switch (params.dtype) {
