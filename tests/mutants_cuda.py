@@ -320,9 +320,9 @@ KERNELS = [
         "cuda_slot_minus_one_wraps",
         "negative slots are skipped",
         "csrc/cuda/cache.cu",
-        "if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0, 0, 0};",
+        "if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0};",
         "if (slot < 0 || slot >= p.num_blocks * p.block_size)"
-        " return {slot == -1 ? p.num_blocks - 1 : -1, p.block_size - 1, 0, token};",
+        " return {slot == -1 ? p.num_blocks - 1 : -1, p.block_size - 1};",
         "test_cache.py::test_writes_exactly_the_slots",
     ),
     NO_DECODE(
@@ -332,6 +332,22 @@ KERNELS = [
         "__ldcg(p.context_lens + batch) - past_end;",
         "__ldcg(p.context_lens + batch) - past_end + 1;",
         "test_append.py::test_every_layout",
+    ),
+    NO_DECODE(
+        "cuda_fp8_times_reciprocal",
+        "fp8 caches store the value over its scale, rounded as a division is",
+        "csrc/cuda/cache.cu",
+        "return fmaf(fmaf(near, divisor, -x), -value, near);",
+        "return near;",
+        "test_cache.py::test_every_value_over_many_scales",
+    ),
+    NO_DECODE(
+        "cuda_append_without_gaps",
+        "key and value may have any strides",
+        "csrc/cuda/cache.cu",
+        "of_value += batch * p.v_gap;",
+        "",
+        "test_append.py::test_rows_of_sequences_that_do_not_follow_on_each_other",
     ),
     NO_DECODE(
         "cuda_copy_direction_swapped",

@@ -79,6 +79,29 @@ def test_every_layout(
     assert not torch.equal(ours.k_cache.nan_to_num(0.0), case.k_cache.nan_to_num(0.0))
 
 
+@pytest.mark.parametrize("query_len", [1, 3, 40])
+@pytest.mark.parametrize("source", ["apart", "shared", "of tokens", "tokens first"])
+def test_rows_of_sequences_that_do_not_follow_on_each_other(
+    draw: Draw, device: str, source: str, query_len: int
+) -> None:
+    case = build(draw, LENS, query_len=query_len, fill=0.0)
+    count, heads, dim = len(LENS), *case.k_cache.shape[2:]
+    wide = draw.normal(count + 2, query_len + 2, 2, heads, dim, dtype=case.q.dtype)
+    key, value = {
+        "apart": wide[1:-1, 1:-1].unbind(2),
+        "shared": wide[:1, 1:-1].expand(count, -1, -1, -1, -1).unbind(2),
+        "of tokens": wide[1:-1, :1].expand(-1, query_len, -1, -1, -1).unbind(2),
+        "tokens first": wide.view(query_len + 2, count + 2, 2, heads, dim)
+        .transpose(0, 1)[1:-1, 1:-1]
+        .unbind(2),
+    }[source]
+    ours, expected = twin(case), twin(case)
+    ops.append_kv(key, value, ours.k_cache, ours.v_cache, *case.args[3:])
+    reference.append_kv(key, value, expected.k_cache, expected.v_cache, *case.args[3:])
+    assert_same_bits(whole_storage(ours.k_cache), whole_storage(expected.k_cache))
+    assert_same_bits(whole_storage(ours.v_cache), whole_storage(expected.v_cache))
+
+
 @pytest.mark.parametrize("scale", [None, [], "heads"], ids=str)
 @pytest.mark.parametrize("query_len", QUERIES)
 @pytest.mark.parametrize("cache_dtype", FP8)

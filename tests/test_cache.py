@@ -165,6 +165,71 @@ def test_a_scale_of_zero(device: str) -> None:
     assert bool(stored[2].isnan())
 
 
+def many_scales(draw: Draw, kind: str) -> torch.Tensor:
+    """Of each kind 48."""
+    if kind == "near 1":
+        return torch.exp2(3 * draw.normal(48))
+    if kind == "named":
+        tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+        named = [0.0, float("inf"), float("nan"), tiny, tiny / 2, 2.0**-149, huge, 1 / 448, 448.0]
+        named += [2.0**power for power in (-100, -64, -63, -20, -1, 0, 1, 20, 63, 64, 65, 100)]
+        named += [1 - 2.0**-24, 1 + 2.0**-23, 1 / 3]
+        return torch.tensor([*named, *(-x for x in named)], device=draw.device)
+    if kind == "powers of 2 and their neighbours":
+        bits = draw.integers(0, 254, 48, dtype=torch.int32) * 2**23
+        bits += draw.integers(-1, 1, 48, dtype=torch.int32)
+        return bits.view(torch.float32).abs()
+    assert kind == "any bits"
+    return draw.integers(-(2**31), 2**31 - 1, 48, dtype=torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "kind", ["near 1", "named", "powers of 2 and their neighbours", "any bits"]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", FP8)
+def test_every_value_over_many_scales(
+    draw: Draw, device: str, cache_dtype: torch.dtype, dtype: torch.dtype, kind: str
+) -> None:
+    """As if divided in fp32 and then rounded, whatever the scale is, signs of 0 included."""
+    scale = many_scales(draw, kind)
+    heads, limit = len(scale), torch.finfo(cache_dtype).max
+    patterns = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
+    key = patterns.view(-1, 1, 64).expand(-1, heads, -1)
+    tokens = key.shape[0]
+    caches = pools("NHD", tokens, 1, heads, 64, cache_dtype, device, fill=0.0)
+    scales = scale, scale.flip(0)
+    reshape_and_cache(key, key, *caches, torch.arange(tokens, device=device), *scales)
+    for cache, divisor in zip(caches, scales, strict=True):
+        quotients = key.float() / divisor[:, None]
+        assert_same_bits(cache.flatten(0, 1), quotients.clamp(-limit, limit).to(cache_dtype))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 72, 128, 256])
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 7, 8, 71])
+def test_rows_of_every_length(draw: Draw, device: str, heads: int, dim: int) -> None:
+    """Few and many tokens of few and many heads, wherever their rows lie."""
+    pairs = [*((dtype, dtype) for dtype in DTYPES), *itertools.product(DTYPES[:2], FP8)]
+    for tokens in (1, 2, 3, 7, 33, 1000):
+        dtype, cache_dtype = draw.rng.choice(pairs)
+        key, value = draw.rng.choice(list(sources(draw, tokens, heads, dim, dtype).values()))
+        block_size = draw.rng.choice((1, 3, 16, 48))
+        blocks = tokens // block_size + 2
+        layout = draw.rng.choice(FP8_LAYOUTS if cache_dtype in FP8 else LAYOUTS)
+        shape = (layout, blocks, block_size, heads, dim, cache_dtype, device)
+        ours, expected = pools(*shape, fill=2.0), pools(*shape, fill=2.0)
+        slots = draw.rng.sample(range(blocks * block_size), tokens)
+        slots[draw.rng.randrange(tokens)] = -1
+        slot_mapping = torch.tensor(slots, device=device)
+        scales = new_scale(draw, "heads", heads), new_scale(draw, [], heads)
+        if cache_dtype == dtype:
+            scales = None, None
+        reshape_and_cache(key, value, *ours, slot_mapping, *scales)
+        reference.reshape_and_cache(key, value, *expected, slot_mapping, *scales)
+        for cache, wanted in zip(ours, expected, strict=True):
+            assert_same_bits(whole_storage(cache), whole_storage(wanted))
+
+
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)

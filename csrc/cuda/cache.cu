@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "decode/divisor.h"
 #include "dependent_launch.cuh"
 #include "function_attribute.h"
 #include "indices.cuh"
@@ -12,19 +13,42 @@
 namespace paged_attn::cuda {
 namespace {
 
-struct Place {
+// A thread has a vector of key and the same one of value of so many tokens on their way at once.
+constexpr int kRounds = 4;
+constexpr int kBlocksAProcessor = 4;
+
+// A row is a token's vectors of key, those of all heads, or as many of value. Thread i of the grid
+// has vector i % row of tokens i / row, i / row + step, ...: always of the same head. 32 bits count
+// a launch's threads and tokens, for multiplications of 64 would delay its first loads; a call of
+// more, if there ever is one, takes several.
+struct WriteTask : WriteKvParams {
+  int64_t first_head, first_token;  // of this launch
+  int32_t tokens, step;
+  int32_t row, head_vectors;
+  Divisor by_row, by_head_vectors;
+  IndexDivisor by_block_size, by_query_len;
+  int64_t k_gap, v_gap;  // elements from the end of a sequence's rows to the next one's first
+};
+
+struct Slot {
   int64_t block;  // -1: nowhere
   int64_t offset;
-  int64_t batch;  // the token's row of key and value is batch * strides.batch + row * strides.token
-  int64_t row;
+};
+
+// Where a slot's rows begin in the caches.
+struct Destination {
+  int64_t k;  // -1: nowhere
+  int64_t v;
 };
 
 // Every entry in [0, T] and none below the one before it. Called by all threads of a block.
-__device__ __forceinline__ bool all_entries_are_good(const WriteKvParams& p) {
+__device__ __forceinline__ bool all_entries_are_good(const WriteTask& p) {
   bool is_bad = false;
+  // NOTE: unrolled it has no registers left beside the key and value that are on their way.
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i <= p.batch_size; i += kThreads) {
-    const int32_t least = i > 0 ? __ldcg(p.cu_seqlens_q + i - 1) : 0;
-    const int32_t entry = __ldcg(p.cu_seqlens_q + i);
+    const int32_t least = i > 0 ? p.cu_seqlens_q[i - 1] : 0;
+    const int32_t entry = p.cu_seqlens_q[i];
     is_bad |= entry < least || entry > p.num_tokens;
   }
   return !__syncthreads_or(is_bad);
@@ -37,8 +61,9 @@ struct Owner {
   int64_t end;    // past its last row
 };
 
-__device__ __forceinline__ Owner find_owner(const WriteKvParams& p, int64_t row, bool good) {
-  const auto entry = [&](int64_t i) { return __ldcg(p.cu_seqlens_q + i); };
+// NOTE: all_entries_are_good has brought the entries into the L1, which makes the search quick.
+__device__ __forceinline__ Owner find_owner(const WriteTask& p, int64_t row, bool good) {
+  const auto entry = [&](int64_t i) { return p.cu_seqlens_q[i]; };
   // The first entry past the row ends its sequence.
   int64_t last = 0;
   if (good) {
@@ -61,114 +86,250 @@ __device__ __forceinline__ Owner find_owner(const WriteKvParams& p, int64_t row,
   return {last - 1, entry(last)};
 }
 
-__device__ __forceinline__ Place find_place(const WriteKvParams& p, int64_t token, bool good) {
+__device__ __forceinline__ Slot find_slot(const WriteTask& p, int64_t token, bool good) {
   if (p.slot_mapping != nullptr) {
     const int64_t slot = p.slots_are_int64
                              ? __ldcg(static_cast<const long long*>(p.slot_mapping) + token)
                              : __ldcg(static_cast<const int32_t*>(p.slot_mapping) + token);
-    if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0, 0, 0};
-    const int64_t block = quotient(slot, p.block_size);
-    return {block, slot - block * p.block_size, 0, token};
+    if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0};
+    const int64_t block = p.by_block_size.quotient(slot);
+    return {block, slot - block * p.block_size};
   }
-  int64_t batch, row, past_end;  // past_end: rows from this one to its sequence's end
-  const bool is_ragged = p.cu_seqlens_q != nullptr;
-  if (is_ragged) {
+  int64_t batch, past_end;  // past_end: rows from this one to its sequence's end
+  if (p.cu_seqlens_q != nullptr) {
     const Owner owner = find_owner(p, token, good);
-    if (owner.batch < 0) return {-1, 0, 0, 0};
+    if (owner.batch < 0) return {-1, 0};
     batch = owner.batch;
-    row = token;
     past_end = owner.end - token;
   } else {
-    batch = quotient(token, p.query_len);
-    row = token - batch * p.query_len;
-    past_end = p.query_len - row;
+    batch = p.by_query_len.quotient(token);
+    past_end = (batch + 1) * p.query_len - token;
   }
   const int64_t position = __ldcg(p.context_lens + batch) - past_end;
-  if (position < 0) return {-1, 0, 0, 0};
-  const int64_t column = quotient(position, p.block_size);
-  if (column >= p.max_blocks) return {-1, 0, 0, 0};
+  if (position < 0) return {-1, 0};
+  const int64_t column = p.by_block_size.quotient(position);
+  if (column >= p.max_blocks) return {-1, 0};
   const int64_t block = __ldcg(p.block_tables + batch * p.table_stride + column);
-  if (block < 0 || block >= p.num_blocks) return {-1, 0, 0, 0};
-  return {block, position - column * p.block_size, is_ragged ? 0 : batch, row};
+  if (block < 0 || block >= p.num_blocks) return {-1, 0};
+  return {block, position - column * p.block_size};
 }
 
-// What the cache stores for `from`; null: as it is.
-template <typename To, typename From, int kElements>
-__device__ __forceinline__ Vector<To, kElements> stored(const Vector<From, kElements>& from,
-                                                        const float* scale) {
+__device__ __forceinline__ Destination find_destination(const WriteTask& p, int64_t token,
+                                                        bool good) {
+  const Slot slot = find_slot(p, token, good);
+  if (slot.block < 0) return {-1, -1};
+  return {slot.block * p.k_strides.block + slot.offset * p.k_strides.slot,
+          slot.block * p.v_strides.block + slot.offset * p.v_strides.slot};
+}
+
+__device__ __forceinline__ float divisor_of(const CacheScale& scale, int64_t head) {
+  return scale.data != nullptr ? __ldcg(scale.data + head * scale.stride) : 1.f;
+}
+
+// x / divisor as __fdiv_rn rounds it, for x of at most 11 significant bits: x times the reciprocal,
+// less what the remainder, which is exact, says that it is off. (Tried: all significands of x over
+// all of the divisor.) It is NaN instead where x or the product is infinite and for divisors that
+// are not fit: negative ones would lose the sign of 0, others leave the range of floats. Quotients
+// too small for an exact remainder are 0 in fp8, of the right sign.
+struct Reciprocal {
+  float divisor;
+  float value;
+
+  __device__ __forceinline__ explicit Reciprocal(float x) : divisor(x) {
+    value = x >= 0x1p-64f && x <= 0x1p64f ? __frcp_rn(x) : NAN;
+  }
+
+  __device__ __forceinline__ float quotient(float x) const {
+    const float near = x * value;
+    return fmaf(fmaf(near, divisor, -x), -value, near);
+  }
+};
+
+template <typename Fp8, int kElements>
+__device__ __forceinline__ bool has_nan(const Vector<Fp8, kElements>& vector) {
+  uint32_t words[(kElements + 3) / 4] = {};
+  memcpy(words, &vector, sizeof(vector));
+  // All bits but the sign are set: one more carries into it.
+  uint32_t carries = 0;
+#pragma unroll
+  for (const uint32_t word : words) carries |= (word & 0x7f7f7f7f) + 0x01010101;
+  return (carries & 0x80808080) != 0;
+}
+
+template <typename T, int kElements>
+using Word = typename WordOf<sizeof(T) * kElements>::Type;
+
+// NOTE: without this the compiler takes words apart as soon as they arrive, for which the thread
+// would wait before it loads the next, and keeps each element in a register of its own.
+template <typename W>
+__device__ __forceinline__ W whole(W word) {
+  if constexpr (sizeof(W) == 16) {
+    asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+  }
+  return word;
+}
+
+// What the cache stores for elements of `word`.
+template <typename From, typename To, int kElements, typename Quotient>
+__device__ __forceinline__ Vector<To, kElements> stored(const Word<From, kElements>& word,
+                                                        const Quotient& quotient) {
+  Vector<From, kElements> from;
+  const auto copy = whole(word);
+  memcpy(&from, &copy, sizeof(from));
   if constexpr (std::is_integral_v<From>) {
     return from;
   } else {
     float values[kElements];
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) values[i] = to_float(from.elements[i]);
-    if (scale != nullptr) {
-      const float divisor = __ldcg(scale);
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) values[i] = __fdiv_rn(values[i], divisor);
-    }
+    for (int i = 0; i < kElements; ++i) values[i] = quotient(to_float(from.elements[i]));
     Vector<To, kElements> to;
     store(values, to);
     return to;
   }
 }
 
-__device__ __forceinline__ const float* scale_of(const CacheScale& scale, int64_t head) {
-  return scale.data != nullptr ? scale.data + head * scale.stride : nullptr;
-}
-
-template <typename T>
-__device__ __forceinline__ const T* row_of(const void* data, const TokenStrides& strides,
-                                           const Place& place, int64_t head) {
-  return static_cast<const T*>(data) + place.batch * strides.batch + place.row * strides.token +
-         head * strides.head;
-}
-
-template <typename T>
-__device__ __forceinline__ T* slot_of(void* cache, const CacheStrides& strides, const Place& place,
-                                      int64_t head) {
-  return static_cast<T*>(cache) + place.block * strides.block + place.offset * strides.slot +
-         head * strides.head;
-}
-
-// A thread takes a vector of key and the same one of value. NOTE: asked for 5 blocks a
-// multiprocessor, the compiler has the registers that it else spills to make room for 6.
+// Key and value are on their way while one thread for each token finds out where they go, which may
+// take reads one after the other.
 template <typename From, typename To, int kElements>
-__global__ void __launch_bounds__(kThreads, 5)
-    write_kv_kernel(const __grid_constant__ WriteKvParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksAProcessor)
+    write_kv_kernel(const __grid_constant__ WriteTask p) {
   let_next_kernel_start();
-  const bool good = p.cu_seqlens_q == nullptr || all_entries_are_good(p);
-  const int64_t vectors = p.head_dim / kElements;
-  const int64_t total = p.num_tokens * p.num_kv_heads * vectors;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
-       i += step) {
-    const int64_t row = quotient(i, vectors), d = (i - row * vectors) * kElements;
-    const int64_t token = quotient(row, p.num_kv_heads), head = row - token * p.num_kv_heads;
-    const Place place = find_place(p, token, good);
-    if (place.block < 0) continue;
-    const auto key = load_vector<kElements>(row_of<From>(p.key, p.key_strides, place, head) + d);
-    const auto value =
-        load_vector<kElements>(row_of<From>(p.value, p.value_strides, place, head) + d);
-    store_vector(stored<To>(key, scale_of(p.k_scale, head)),
-                 slot_of<To>(p.k_cache, p.k_strides, place, head) + d);
-    store_vector(stored<To>(value, scale_of(p.v_scale, head)),
-                 slot_of<To>(p.v_cache, p.v_strides, place, head) + d);
+  constexpr bool kIsCopy = std::is_integral_v<From>, kIsFp8 = sizeof(To) == 1;
+  extern __shared__ Destination destinations[];  // [kRounds, block_tokens]
+  const auto begin = static_cast<int>(blockIdx.x * kThreads);
+  const int block_token = p.by_row.quotient(begin);
+  const int block_tokens = p.by_row.quotient(begin + (kThreads - 1)) - block_token + 1;
+  const int index = begin + static_cast<int>(threadIdx.x);
+  const int token = p.by_row.quotient(index), column = index - token * p.row;
+  const int nth_head = p.by_head_vectors.quotient(column);
+  const int64_t head = p.first_head + nth_head;
+  const int d = (column - nth_head * p.head_vectors) * kElements;
+  const float k_divisor = kIsCopy ? 1.f : divisor_of(p.k_scale, head);
+  const float v_divisor = kIsCopy ? 1.f : divisor_of(p.v_scale, head);
+  const auto has = [&](int r) { return token < p.step && token + r * p.step < p.tokens; };
+
+  struct Words {
+    Word<From, kElements> key, value;
+  };
+  const auto load = [&](int r) -> Words {
+    const int64_t row = p.first_token + (token + r * p.step);
+    int64_t of_key = row * p.key_strides.token + head * p.key_strides.head + d;
+    int64_t of_value = row * p.value_strides.token + head * p.value_strides.head + d;
+    if ((p.k_gap | p.v_gap) != 0) {
+      const int64_t batch = p.by_query_len.quotient(row);
+      of_key += batch * p.k_gap;
+      of_value += batch * p.v_gap;
+    }
+    const auto word_at = [](const void* data, int64_t offset) {
+      return __ldcg(
+          reinterpret_cast<const Word<From, kElements>*>(static_cast<const From*>(data) + offset));
+    };
+    return {word_at(p.key, of_key), word_at(p.value, of_value)};
+  };
+  Words words[kRounds];
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    if (!has(r)) break;
+    words[r] = load(r);
   }
+
+  const bool good = p.cu_seqlens_q == nullptr || all_entries_are_good(p);
+  constexpr int kRoundThreads = kThreads / kRounds;
+  const int round = static_cast<int>(threadIdx.x) / kRoundThreads;
+  for (int i = static_cast<int>(threadIdx.x) % kRoundThreads; i < block_tokens;
+       i += kRoundThreads) {
+    const int nth_token = block_token + i + round * p.step;
+    if (nth_token < p.tokens) {
+      destinations[round * block_tokens + i] = find_destination(p, p.first_token + nth_token, good);
+    }
+  }
+  __syncthreads();
+
+  const Destination* own = destinations + (token - block_token);
+  const auto store_at = [&](const Destination& to, const Vector<To, kElements>& key,
+                            const Vector<To, kElements>& value) {
+    store_vector(key, static_cast<To*>(p.k_cache) + to.k + head * p.k_strides.head + d);
+    store_vector(value, static_cast<To*>(p.v_cache) + to.v + head * p.v_strides.head + d);
+  };
+  if constexpr (kIsCopy || kIsFp8) {
+    const Reciprocal by_k(k_divisor), by_v(v_divisor);
+    bool needs_division = false;
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      if (!has(r)) break;
+      const Destination to = own[r * block_tokens];
+      if (to.k < 0) continue;
+      const auto key =
+          stored<From, To, kElements>(words[r].key, [&](float x) { return by_k.quotient(x); });
+      const auto value =
+          stored<From, To, kElements>(words[r].value, [&](float x) { return by_v.quotient(x); });
+      if constexpr (kIsFp8) needs_division |= has_nan(key) | has_nan(value);
+      store_at(to, key, value);
+    }
+    if (!needs_division) return;
+  }
+  const auto over_k = [&](float x) { return p.k_scale.data ? __fdiv_rn(x, k_divisor) : x; };
+  const auto over_v = [&](float x) { return p.v_scale.data ? __fdiv_rn(x, v_divisor) : x; };
+  // NOTE: divisions are long code: once, and not for each round. Words that were kept could not be
+  // indexed so.
+#pragma unroll 1
+  for (int r = 0; r < kRounds && has(r); ++r) {
+    const Destination to = own[r * block_tokens];
+    if (to.k < 0) continue;
+    const Words again = load(r);
+    store_at(to, stored<From, To, kElements>(again.key, over_k),
+             stored<From, To, kElements>(again.value, over_v));
+  }
+}
+
+// Strides for a sequence's rows that follow on the one's before but for a gap, which is returned.
+int64_t take_gap(const WriteKvParams& p, TokenStrides& strides) {
+  if (p.query_len == 1) strides.token = strides.batch;
+  return p.query_len > 1 && p.batch_size > 1 ? strides.batch - p.query_len * strides.token : 0;
 }
 
 template <typename From, typename To, int kElements>
 cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   constexpr auto kKernel = write_kv_kernel<From, To, kElements>;
-  const unsigned blocks =
-      blocks_for(p.num_tokens * p.num_kv_heads * (p.head_dim / kElements), limits);
-  // The decode kernel that comes next wants its multiprocessor's memory as shared memory.
-  const cudaError_t error =
-      set_attribute_once<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(
-          cudaSharedmemCarveoutMaxShared, limits);
+  // The decode kernel that may come next wants its multiprocessor's memory as shared memory.
+  cudaError_t error = set_attribute_once<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(
+      cudaSharedmemCarveoutMaxShared, limits);
   if (error != cudaSuccess) return error;
-  kKernel<<<blocks, kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+
+  WriteTask task{};
+  static_cast<WriteKvParams&>(task) = p;
+  task.k_gap = take_gap(p, task.key_strides);
+  task.v_gap = take_gap(p, task.value_strides);
+  task.by_block_size = IndexDivisor(p.block_size);
+  task.by_query_len = IndexDivisor(std::max<int64_t>(p.query_len, 1));
+  const int64_t vectors = p.head_dim / kElements;
+  task.head_vectors = static_cast<int32_t>(vectors);
+  task.by_head_vectors = Divisor(vectors);
+
+  constexpr int64_t kMostThreads = (int64_t{1} << 31) - kThreads, kMostTokens = int64_t{1} << 30;
+  const int64_t most_heads = kMostThreads / vectors;
+  for (; task.first_head < p.num_kv_heads; task.first_head += most_heads) {
+    const int64_t row = std::min(p.num_kv_heads - task.first_head, most_heads) * vectors;
+    task.row = static_cast<int32_t>(row);
+    task.by_row = Divisor(row);
+    const int64_t most_tokens = std::min(kMostThreads / row, kMostTokens / kRounds) * kRounds;
+    for (task.first_token = 0; task.first_token < p.num_tokens; task.first_token += most_tokens) {
+      const int64_t tokens = std::min(p.num_tokens - task.first_token, most_tokens);
+      // One round where the device has room for a thread for each vector: that is quickest.
+      const int64_t room = int64_t{limits.num_sms} * kBlocksAProcessor * kThreads;
+      const int64_t rounds = std::clamp<int64_t>((tokens * row + room - 1) / room, 1, kRounds);
+      task.tokens = static_cast<int32_t>(tokens);
+      task.step = static_cast<int32_t>((tokens + rounds - 1) / rounds);
+      const int64_t blocks = (task.step * row + kThreads - 1) / kThreads;
+      // A block's vectors may belong to so many tokens.
+      const int64_t block_tokens = (kThreads - 1 + row - 1) / row + 1;
+      const auto shared_bytes = static_cast<size_t>(kRounds * block_tokens) * sizeof(Destination);
+      kKernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes, stream>>>(task);
+      error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return error;
 }
 
 // Whether vectors of so many elements start at multiples of their size everywhere.

@@ -27,4 +27,21 @@ __device__ __forceinline__ int64_t quotient(int64_t n, int64_t d) {
   return n / d;
 }
 
+// The same by a number that the host knows, as a multiplication. Source: Granlund and Montgomery,
+// "Division by invariant integers using multiplication", PLDI 1994, theorem 4.2 with N = 63.
+struct IndexDivisor {
+  uint64_t multiplier;  // 2^(63 + shift) / d, rounded to the next integer above
+  int shift;            // the least with 2^shift >= d
+
+  IndexDivisor() = default;
+  explicit IndexDivisor(int64_t d) : shift(0) {
+    while (int64_t{1} << shift < d) ++shift;
+    multiplier = static_cast<uint64_t>((static_cast<unsigned __int128>(1) << (63 + shift)) / d + 1);
+  }
+
+  __device__ __forceinline__ int64_t quotient(int64_t n) const {
+    return static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(n) << 1, multiplier) >> shift);
+  }
+};
+
 }  // namespace paged_attn::cuda

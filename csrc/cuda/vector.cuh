@@ -64,8 +64,7 @@ __device__ __forceinline__ void store_fp8(const float* x, Vector<Fp8, kElements>
     for (int i = 0; i < kElements; i += 2) {
       const auto pair =
           __nv_cvt_float2_to_fp8x2(make_float2(x[i], x[i + 1]), __NV_SATFINITE, kKind);
-      to.elements[i].__x = static_cast<__nv_fp8_storage_t>(pair & 0xff);
-      to.elements[i + 1].__x = static_cast<__nv_fp8_storage_t>(pair >> 8);
+      memcpy(to.elements + i, &pair, sizeof(pair));
     }
   }
 }
