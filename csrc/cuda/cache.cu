@@ -15,7 +15,10 @@ namespace {
 
 // A thread has a vector of key and the same one of value of so many tokens on their way at once.
 constexpr int kRounds = 4;
-constexpr int kBlocksAProcessor = 4;
+// NOTE: small blocks of few registers, so that each has room beside one of the decode kernel, which
+// may start meanwhile.
+constexpr int kWriteThreads = 128;
+constexpr int kBlocksAProcessor = 8;
 
 // A row is a token's vectors of key, those of all heads, or as many of value. Thread i of the grid
 // has vector i % row of tokens i / row, i / row + step, ...: always of the same head. 32 bits count
@@ -46,7 +49,7 @@ __device__ __forceinline__ bool all_entries_are_good(const WriteTask& p) {
   bool is_bad = false;
   // NOTE: unrolled it has no registers left beside the key and value that are on their way.
 #pragma unroll 1
-  for (int64_t i = threadIdx.x; i <= p.batch_size; i += kThreads) {
+  for (int64_t i = threadIdx.x; i <= p.batch_size; i += kWriteThreads) {
     const int32_t least = i > 0 ? p.cu_seqlens_q[i - 1] : 0;
     const int32_t entry = p.cu_seqlens_q[i];
     is_bad |= entry < least || entry > p.num_tokens;
@@ -191,19 +194,20 @@ __device__ __forceinline__ Vector<To, kElements> stored(const Word<From, kElemen
 // Key and value are on their way while one thread for each token finds out where they go, which may
 // take reads one after the other.
 template <typename From, typename To, int kElements>
-__global__ void __launch_bounds__(kThreads, kBlocksAProcessor)
+__global__ void __launch_bounds__(kWriteThreads, kBlocksAProcessor)
     write_kv_kernel(const __grid_constant__ WriteTask p) {
-  let_next_kernel_start();
   constexpr bool kIsCopy = std::is_integral_v<From>, kIsFp8 = sizeof(To) == 1;
   extern __shared__ Destination destinations[];  // [kRounds, block_tokens]
-  const auto begin = static_cast<int>(blockIdx.x * kThreads);
+  const auto begin = static_cast<int>(blockIdx.x * kWriteThreads);
   const int block_token = p.by_row.quotient(begin);
-  const int block_tokens = p.by_row.quotient(begin + (kThreads - 1)) - block_token + 1;
+  const int block_tokens = p.by_row.quotient(begin + (kWriteThreads - 1)) - block_token + 1;
   const int index = begin + static_cast<int>(threadIdx.x);
   const int token = p.by_row.quotient(index), column = index - token * p.row;
   const int nth_head = p.by_head_vectors.quotient(column);
   const int64_t head = p.first_head + nth_head;
   const int d = (column - nth_head * p.head_vectors) * kElements;
+  wait_for_kernel_before();
+  let_next_kernel_start();
   const float k_divisor = kIsCopy ? 1.f : divisor_of(p.k_scale, head);
   const float v_divisor = kIsCopy ? 1.f : divisor_of(p.v_scale, head);
   const auto has = [&](int r) { return token < p.step && token + r * p.step < p.tokens; };
@@ -234,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAProcessor)
   }
 
   const bool good = p.cu_seqlens_q == nullptr || all_entries_are_good(p);
-  constexpr int kRoundThreads = kThreads / kRounds;
+  constexpr int kRoundThreads = kWriteThreads / kRounds;
   const int round = static_cast<int>(threadIdx.x) / kRoundThreads;
   for (int i = static_cast<int>(threadIdx.x) % kRoundThreads; i < block_tokens;
        i += kRoundThreads) {
@@ -306,7 +310,8 @@ cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStrea
   task.head_vectors = static_cast<int32_t>(vectors);
   task.by_head_vectors = Divisor(vectors);
 
-  constexpr int64_t kMostThreads = (int64_t{1} << 31) - kThreads, kMostTokens = int64_t{1} << 30;
+  constexpr int64_t kMostThreads = (int64_t{1} << 31) - kWriteThreads,
+                    kMostTokens = int64_t{1} << 30;
   const int64_t most_heads = kMostThreads / vectors;
   for (; task.first_head < p.num_kv_heads; task.first_head += most_heads) {
     const int64_t row = std::min(p.num_kv_heads - task.first_head, most_heads) * vectors;
@@ -315,17 +320,18 @@ cudaError_t launch(const WriteKvParams& p, const DeviceLimits& limits, cudaStrea
     const int64_t most_tokens = std::min(kMostThreads / row, kMostTokens / kRounds) * kRounds;
     for (task.first_token = 0; task.first_token < p.num_tokens; task.first_token += most_tokens) {
       const int64_t tokens = std::min(p.num_tokens - task.first_token, most_tokens);
-      // One round where the device has room for a thread for each vector: that is quickest.
-      const int64_t room = int64_t{limits.num_sms} * kBlocksAProcessor * kThreads;
+      // One round, which is quickest, where there are no more blocks than processors.
+      const int64_t room = int64_t{limits.num_sms} * kWriteThreads;
       const int64_t rounds = std::clamp<int64_t>((tokens * row + room - 1) / room, 1, kRounds);
       task.tokens = static_cast<int32_t>(tokens);
       task.step = static_cast<int32_t>((tokens + rounds - 1) / rounds);
-      const int64_t blocks = (task.step * row + kThreads - 1) / kThreads;
+      const int64_t blocks = (task.step * row + kWriteThreads - 1) / kWriteThreads;
       // A block's vectors may belong to so many tokens.
-      const int64_t block_tokens = (kThreads - 1 + row - 1) / row + 1;
-      const auto shared_bytes = static_cast<size_t>(kRounds * block_tokens) * sizeof(Destination);
-      kKernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes, stream>>>(task);
-      error = cudaGetLastError();
+      const int64_t block_tokens = (kWriteThreads - 1 + row - 1) / row + 1;
+      const auto shared_bytes =
+          static_cast<int>(kRounds * block_tokens * static_cast<int64_t>(sizeof(Destination)));
+      error = launch_early(kKernel, static_cast<unsigned>(blocks), kWriteThreads, shared_bytes,
+                           task, limits, stream);
       if (error != cudaSuccess) return error;
     }
   }

@@ -26,7 +26,7 @@ cudaError_t has_dependent_launch(bool& answer);
 cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, bool starts_early,
                    const DecodeConfig& config, const DeviceLimits& limits, void* scratch,
                    cudaStream_t stream);
-// Lets a kernel behind it start early.
+// Lets a kernel behind it start early: when all that was before is done, but before it has ended.
 cudaError_t write_kv(const WriteKvParams& params, const DeviceLimits& limits, cudaStream_t stream);
 cudaError_t copy_blocks(const CopyBlocksParams& params, cudaStream_t stream);
 // `runs` lie inside both tensors, which may be anywhere: on the host, pinned or not, or a device.

@@ -149,7 +149,7 @@ cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, 
                           (out.batch | out.token | out.head) % 4 == 0;
 
   // Ragged rows are found by prepare_kernel, for which every block waits before all else. The
-  // kernel that writes new tokens is a plain launch: when it begins all before it is done.
+  // kernel that writes new tokens lets decode start when all before it is done.
   const bool is_ragged = params.cu_seqlens_q != nullptr;
   const bool writes = new_tokens != nullptr && new_tokens->num_blocks > 0;
   device.starts_early =
