@@ -31,13 +31,18 @@ EFFECTS: list[tuple[str, int, tuple[Any, ...], bool, str, int, int]] = [
     ("many_sequences", 3000, (32,), False, "head_lanes", 4, 2),
     ("unit_cost", 4, (32,), False, "unit_cost", 6, 8),
     ("unit_cost_of_token_lane", 1, (32,), False, "unit_cost", 6, 4),
-    ("most_unit_cost", 12, (8,), False, "unit_cost", 8, 12),
-    ("unit_cost_least_segments", 10000, (8,), False, "unit_cost", 8, 0),
+    ("most_unit_cost", 12, (8,), False, "unit_cost", 16, 12),
+    ("most_unit_cost", 64, (8,), False, "unit_cost", 16, 18),
+    ("unit_cost_least_segments", 10000, (8,), False, "unit_cost", 16, 0),
     ("least_tiles_of_token_lane", 2, (8,), False, "min_tiles", 8, 16),
     ("one_sequence_most_idle", 0, (1,), False, "variant", ONE, PLAIN),
-    ("equal_parts_most_idle", 2000, (12,), False, "grid", 96, 132),
-    ("equal_parts_most_idle", 2000, (3,), False, "grid", 120, 120),
-    ("equal_parts_most_idle", 500, (3,), False, "grid", 120, 132),
+    ("one_sequence_most_idle", 2500, (1, (48, 48)), False, "variant", ONE, PLAIN),
+    ("one_sequence_whole_tiles", 16, (1,), False, "min_tiles", 32, 16),
+    ("one_sequence_whole_tiles", 16, (8,), False, "min_tiles", 8, 8),
+    ("equal_parts_most_idle", 2000, (12,), False, "grid", 132, 132),
+    ("equal_parts_most_idle", 10000, (12,), False, "grid", 132, 96),
+    ("equal_parts_most_idle", 2000, (3,), False, "grid", 132, 120),
+    ("equal_parts_most_idle", 0, (8,), False, "grid", 128, 132),
     ("invariant_unit_cost", 12, (64,), True, "unit_cost", 8, 12),
     ("invariant_chunk_shift", 5, (8,), True, "least_chunk_shift", 3, 5),
     (
@@ -107,7 +112,9 @@ def test_whatever_the_numbers_are_what_is_chosen_can_be_launched(
 
 def test_too_few_or_too_many_numbers_are_refused() -> None:
     for numbers in (DEFAULTS[:-1], [*DEFAULTS, 1]):
-        with pytest.raises(ValueError, match=rf"must be 15 numbers .*, got {len(numbers)}$"):
+        with pytest.raises(
+            ValueError, match=rf"must be {len(DEFAULTS)} numbers .*, got {len(numbers)}$"
+        ):
             choose(tuning=numbers)
 
 

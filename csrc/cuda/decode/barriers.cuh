@@ -53,15 +53,15 @@ class GroupBarrier {
 };
 
 // Counts arrivals at a word that may hold anything before the first: from a number of the call's
-// own on, which what lies there is not within reach of but by a chance of some in 2^64. The last to
+// own on, which what lies there is not within reach of but by a chance of 1 in 2^50. The last to
 // arrive takes the word out of reach again, for a graph's next replay has the same number.
 class ArrivalCounter {
  public:
-  __device__ __forceinline__ ArrivalCounter(uint64_t* word, uint64_t start, int all)
-      : word_(word), start_(start), all_(static_cast<uint32_t>(all)) {}
+  __device__ __forceinline__ ArrivalCounter(uint64_t* word, uint64_t start)
+      : word_(word), start_(start) {}
 
   // Sets the word to where the count starts, unless that has been done. Arrivals do so where they
-  // must; one that is early spares them the time.
+  // must; one thread that does it early spares them the time.
   __device__ __forceinline__ void begin() const {
     uint64_t found;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(word_) : "memory");
@@ -75,32 +75,38 @@ class ArrivalCounter {
     }
   }
 
-  // Whether these `count` complete it. What this thread's block wrote before its last barrier is
-  // seen by whoever completes it.
-  __device__ __forceinline__ bool arrive(int count) const {
-    for (;;) {
-      uint64_t before;
-      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
-                   : "=l"(before)
-                   : "l"(word_), "l"(static_cast<uint64_t>(count))
-                   : "memory");
-      if (is_count(before)) {
-        const bool is_last = before - start_ + static_cast<uint32_t>(count) == all_;
-        if (is_last) *word_ = start_ + kOutOfReach;
-        return is_last;
-      }
+  // Adds `count` arrivals. What this thread's block wrote before its last barrier is seen by
+  // whoever completes the count.
+  __device__ __forceinline__ uint64_t add(int count) const {
+    uint64_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(word_), "l"(static_cast<uint64_t>(count))
+                 : "memory");
+    return before;
+  }
+
+  // Whether `count` arrivals, for which add() has returned `before`, complete `all`. What was added
+  // before the count had begun is lost. NOTE: it is begun for certain before they are added again,
+  // for each add keeps others from beginning it: two blocks could do so to each other for ever.
+  __device__ __forceinline__ bool completes(uint64_t before, int count, int all) const {
+    if (!is_count(before)) {
       begin();
+      before = add(count);
     }
+    const bool is_last = static_cast<int>(before - start_) + count == all;
+    if (is_last) *word_ = start_ + kOutOfReach;
+    return is_last;
   }
 
  private:
   static constexpr uint64_t kOutOfReach = uint64_t{1} << 63;
+  static constexpr uint64_t kMost = 1 << 14;  // more than there are blocks or chunks
 
-  __device__ __forceinline__ bool is_count(uint64_t found) const { return found - start_ < all_; }
+  __device__ __forceinline__ bool is_count(uint64_t found) const { return found - start_ < kMost; }
 
   uint64_t* word_;
   uint64_t start_;
-  uint32_t all_;
 };
 
 }  // namespace paged_attn::cuda

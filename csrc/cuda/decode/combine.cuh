@@ -101,9 +101,9 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
     }
     if (lane_ == 0) {
       this->own_cut_ends() |= 1 << begins_here;
-      if (token_lane_ == 0 && row_tile_ == 0) {
+      if (is_leader()) {
         shared_.cuts[head_lane_][begins_here] = {rows, first_block, own_parts, all_parts};
-        if (begins_here) arrivals_at(shared_.cuts[head_lane_][1]).begin();
+        if (begins_here) arrivals_at(first_block).begin();
       }
     }
     __syncwarp();
@@ -112,62 +112,58 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
     return Target::of_chunks(part, false, begins_here, is_last_chunk);
   }
 
-  // Once, when all segments are done: announces this block's parts, so that whoever announces a
-  // unit's last part merges it. Not earlier: a release while loads are in flight would wait for
-  // them.
-  __device__ __forceinline__ void announce_parts() {
-    if (this->own_cut_ends() == 0) return;
-    meet();
-    if (token_lane_ == 0 && row_tile_ == 0 && lane_ < 2) {
-      bool last = false;
-      if (this->own_cut_ends() >> lane_ & 1) {
-        const CutUnit& cut = shared_.cuts[head_lane_][lane_];
-        if (params_.max_chunks > 0 && lane_ == 1) {
-          params_.prefix_chunks[this->unit_index(cut)] = cut.own_parts;
-        }
-        last = arrivals_at(cut).arrive(cut.own_parts);
-      }
-      shared_.is_last[lane_][head_lane_] = last;
-    }
-    meet();
-  }
-
-  // Adds up the parts of the units that this block announced the last of. Each warp does its own
-  // pieces, by way of its ring, which is empty by then.
-  __device__ __forceinline__ void merge_units() const {
+  // Once, when all segments are done: announces this block's parts, and merges the units that it
+  // announced the last of. Not earlier: a release while loads are in flight would wait for them.
+  // Each warp adds up its own pieces, by way of its ring, which is empty by then.
+  __device__ __forceinline__ void merge_cut_units() {
     unsigned ends = this->own_cut_ends();
     if (ends == 0) return;
+    meet();
+    const bool announces = is_leader() && lane_ < 2 && (ends >> lane_ & 1);
+    CutUnit cut{};
+    uint64_t before = 0;
+    if (announces) {
+      cut = shared_.cuts[head_lane_][lane_];
+      if (params_.max_chunks > 0 && lane_ == 1) {
+        params_.prefix_chunks[this->unit_index(cut.first_block)] = cut.own_parts;
+      }
+      before = arrivals_at(cut.first_block).add(cut.own_parts);
+    }
+    // What is known before: all happens while the arrivals are on their way. Where chunks are, that
+    // is little.
+    const bool in_chunks = params_.max_chunks > 0;
+    Merge first, second;
+    if (!in_chunks && (ends & 1)) first = find_merge(0);
+    if (!in_chunks && (ends & 2)) second = find_merge(1);
+    if (is_leader() && lane_ < 2) {
+      shared_.is_last[lane_][head_lane_] =
+          announces && arrivals_at(cut.first_block).completes(before, cut.own_parts, cut.all_parts);
+    }
+    meet();
     for (int end = 0; end < 2; ++end) ends &= ~(!shared_.is_last[end][head_lane_] << end);
     if (ends == 0) return;
     // First the parts of both are sent for, then they are added up.
 #pragma unroll 1
     for (int step = 0; step < 4; ++step) {
       const int end = step & 1;
-      if (ends >> end & 1) merge_unit(end, step < 2);
+      if (!(ends >> end & 1)) continue;
+      merge_unit(in_chunks ? find_merge(end) : end == 0 ? first : second, step < 2);
     }
   }
 
  private:
-  // Where the parts of a unit are.
-  struct Parts {
-    int count;
-    int first;
-    int others;
-    int step;
-
-    __device__ __forceinline__ int operator[](int i) const {
-      return i == 0 ? first : others + i * step;
-    }
-  };
-
   // Whether a warp may go on while others still read its state: until the next is to be kept.
   __device__ __forceinline__ bool can_be_late() const {
     return params_.has_state_buffers && params_.max_chunks == 0;
   }
 
-  __device__ __forceinline__ ArrivalCounter arrivals_at(const CutUnit& cut) const {
-    return {params_.arrivals + this->unit_index(cut), params_.call_number, cut.all_parts};
+  // At the unit that begins in a block.
+  __device__ __forceinline__ ArrivalCounter arrivals_at(int first_block) const {
+    return {params_.arrivals + this->unit_index(first_block), params_.call_number};
   }
+
+  // Of the head lane's warps the one that speaks for all.
+  __device__ __forceinline__ bool is_leader() const { return token_lane_ == 0 && row_tile_ == 0; }
 
   // The warps of the head lane.
   __device__ __forceinline__ void meet() {
@@ -266,34 +262,41 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
               this->part_of(cut.first_block, false), 2 * groups()};
     }
     // The first block's chunks, which it has folded, then the others one by one.
-    const int prefix = __ldcg(params_.prefix_chunks + this->unit_index(cut));
+    const int prefix = __ldcg(params_.prefix_chunks + this->unit_index(cut.first_block));
     return {1 + cut.all_parts - prefix, this->chunk_part_of(cut.first_block, 0),
             this->chunk_part_of(cut.first_block, prefix - 1), groups()};
   }
 
   // As many parts at a time as fit into half of this warp's ring; what they give is carried there
   // to the next. (Half even if the other end has none to merge, for how many are added up at once
-  // decides the last bits.) `sends`: only the first copies start.
-  __device__ __forceinline__ void merge_unit(int end, bool sends) const {
+  // decides the last bits.)
+  __device__ __forceinline__ Merge find_merge(int end) const {
     const CutUnit& cut = shared_.cuts[head_lane_][end];
-    RowTile rows = cut.rows;
-    rows.first += row_tile_ * kTileRows;
-    const Parts parts = parts_of(cut);
+    Merge merge;
+    merge.rows = cut.rows;
+    merge.rows.first += row_tile_ * kTileRows;
+    merge.parts = parts_of(cut);
     const int bytes = ring_part_bytes(ring_bytes_, kRowTiles) / 2;
-    auto* const all_sums = reinterpret_cast<RowSums*>(this->ring_part() + end * bytes);
-    auto* const all_outputs = reinterpret_cast<float*>(all_sums + kMostParts * kTileRows);
-    const int places = places_in(bytes);
-    const int own_pieces = this->own_pieces(rows);
-    int pieces = own_pieces, most = min(parts.count, kMostParts);
-    if (pieces * most > places) {
-      pieces = 1;
-      most = min(places, kMostParts);
+    merge.sums = reinterpret_cast<RowSums*>(this->ring_part() + end * bytes);
+    merge.outputs = reinterpret_cast<float*>(merge.sums + kMostParts * kTileRows);
+    merge.own_pieces = this->own_pieces(merge.rows);
+    merge.pieces = merge.own_pieces;
+    merge.most = min(merge.parts.count, kMostParts);
+    if (merge.pieces * merge.most > places_in(bytes)) {
+      merge.pieces = 1;
+      merge.most = min(places_in(bytes), kMostParts);
     }
-    const auto sums_of = [&](int i, int row) { return all_sums[i * kTileRows + row]; };
+    return merge;
+  }
+
+  // `sends`: only the first copies start.
+  __device__ __forceinline__ void merge_unit(const Merge& merge, bool sends) const {
+    const auto& [rows, parts, all_sums, all_outputs, own_pieces, pieces, most] = merge;
+    const auto sums_of = [&](int i, int row) { return merge.sums[i * kTileRows + row]; };
 #pragma unroll 1
     for (int piece = 0; piece < own_pieces; piece += pieces) {
       const auto outputs_of = [&](int i, int own) {
-        return Piece::load(all_outputs + (i * pieces + own - piece) * kPieceFloats +
+        return Piece::load(merge.outputs + (i * merge.pieces + own - piece) * kPieceFloats +
                            lane_ * kWidth);
       };
 #pragma unroll 1

@@ -27,7 +27,7 @@ struct DeviceParams {
   int32_t head_lanes;
   int32_t token_lanes;
   int32_t token_lanes_shift;  // log2: warps are split in powers of two
-  int32_t min_steps;          // a block with fewer steps than this is not worth its merge
+  int32_t min_steps;          // see min_tiles in heuristics.h
   int32_t line_shift;         // see schedule.cuh
   int32_t unit_cost;          // steps that a unit counts for besides its tiles
   // Aligned runs of 2^run_shift tokens lie in one block: the greatest such, up to a tile.

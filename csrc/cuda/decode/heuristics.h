@@ -44,7 +44,7 @@ struct DecodeConfig {
   int token_lanes;
   int grid;
   int unit_blocks;         // of Variant::kOne: so many blocks share each unit
-  int min_tiles;           // a block with fewer tiles than this is not worth its merge
+  int min_tiles;           // not worth a merge: of a block; kOne: of a whole unit
   int unit_cost;           // tiles whose time a unit takes besides its own
   int line_shift;          // see schedule.cuh
   int max_chunks;          // batch-invariant: a unit is cut into at most so many; else 0
@@ -305,7 +305,7 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
       config.head_lanes = 1;
       config.token_lanes = config.rings;
       config.grid = static_cast<int>(p.num_kv_heads * passes) * config.unit_blocks;
-      config.min_tiles = 1;
+      config.min_tiles = limits.tuning.one_sequence_whole_tiles;
       return config;
     }
   }

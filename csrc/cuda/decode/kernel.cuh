@@ -201,8 +201,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
 
   wait_copies<0>();
   wait_for_kernel_before();
-  combine.announce_parts();
-  combine.merge_units();
+  combine.merge_cut_units();
   fill_empty();
 }
 

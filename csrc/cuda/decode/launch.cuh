@@ -12,9 +12,9 @@
 namespace paged_attn::cuda {
 
 // The decode kernel may start before the one ahead of it has ended, and waits for that first of all
-// unless it overlaps: write_kv_kernel, which has waited for everything before, or whatever the caller
-// has promised about. Behind write_kv_kernel that rests on no promise but append_decode's, that a
-// written slot has one sequence.
+// unless it overlaps: write_kv_kernel, which has waited for everything before, or whatever the
+// caller has promised about. Behind write_kv_kernel that rests on no promise but append_decode's,
+// that a written slot has one sequence.
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages>
 cudaError_t launch_decode(const DeviceParams& params, const DecodeConfig& config,
                           const DeviceLimits& limits, cudaStream_t stream) {

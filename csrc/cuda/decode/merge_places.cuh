@@ -17,6 +17,28 @@ struct alignas(16) CutUnit {
   int all_parts;
 };
 
+// Where the parts of a unit are in scratch.
+struct Parts {
+  int count;
+  int first;
+  int others;
+  int step;
+
+  __device__ __forceinline__ int operator[](int i) const {
+    return i == 0 ? first : others + i * step;
+  }
+};
+
+// A unit to merge, and how a warp does.
+struct Merge {
+  RowTile rows;
+  Parts parts;
+  RowSums* sums;  // half of the warp's ring
+  float* outputs;
+  int own_pieces;
+  int pieces, most;  // so many of them and of the parts at a time
+};
+
 // One lane's outputs of a piece.
 template <int kWidth>
 struct alignas(4 * kWidth) Outputs {
@@ -94,9 +116,9 @@ class MergePlaces {
            group();
   }
 
-  // Among the units that blocks share: by the block where it begins.
-  __device__ __forceinline__ int unit_index(const CutUnit& cut) const {
-    return cut.first_block * params_.head_lanes + head_lane_;
+  // Among the units that blocks share: of the one that begins in a block and ends in another.
+  __device__ __forceinline__ int unit_index(int first_block) const {
+    return first_block * params_.head_lanes + head_lane_;
   }
 
   // Merging is shared out by pieces: every token_lanes-th is this warp's.

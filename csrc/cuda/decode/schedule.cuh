@@ -148,7 +148,8 @@ __device__ __forceinline__ Share find_share(const DeviceParams& params,
 }
 
 // Variant::kOne, for one sequence: the same number of blocks for each of its units, which shorter
-// search the line does not need. The last blocks of a unit may have nothing.
+// search the line does not need. The last blocks of a unit may have nothing, and of a short one all
+// but the first.
 template <int kRowsAPass>
 __device__ __forceinline__ Share find_share_of_one(const DeviceParams& params, Sequence& staged) {
   if (threadIdx.x == 0) staged = load_sequence(params, 0);
@@ -160,7 +161,8 @@ __device__ __forceinline__ Share find_share_of_one(const DeviceParams& params, S
   share.pass = params.by_head_groups.quotient(unit);
   share.head_group = unit - share.pass * params.head_groups;
   const int tiles = tiles_of(params, share.sequence);
-  share.steps_a_block = params.by_unit_blocks.quotient(tiles + params.unit_blocks - 1);
+  share.steps_a_block = max(params.by_unit_blocks.quotient(tiles + params.unit_blocks - 1),
+                            tiles <= params.min_steps ? tiles : 0);
   // In the line every block has a full share, and what a unit has no tiles for is never reached.
   share.unit_begin = unit * params.unit_blocks * share.steps_a_block;
   share.begin = block * share.steps_a_block;

@@ -39,8 +39,9 @@ struct Tuning {
   int unit_cost = 2;
   // ... for each of the token lanes that meet there, ...
   int unit_cost_of_token_lane = 2;
-  // ... and at most.
-  int most_unit_cost = 8;
+  // ... and at most. Measured, B8 32/8, 100 to 1000 tokens: 15.0 us from 16.3 with at most 8; B16
+  // 21.4 from 21.5.
+  int most_unit_cost = 16;
   // Units cost nothing where segments are fewer than this share of the grid: then each is cut into
   // several parts, and what matters is that these are equal.
   int unit_cost_least_segments = 5000;
@@ -48,12 +49,15 @@ struct Tuning {
   int least_tiles_of_token_lane = 1;
   // One sequence: equally many blocks share each unit, in a kernel of its own, while at most this
   // share of the processors is idle. Measured with 4 of 132 idle, together with merges by rows: B1
-  // 32/8, 512 tokens, 7.6 us from 9.2.
-  int one_sequence_most_idle = 1667;
+  // 32/8, 512 tokens, 7.6 us from 9.2; with 36 idle, B1 48/48, 8192 tokens, 60.4 from 62.0.
+  int one_sequence_most_idle = 3000;
+  // ... and up to so many tiles one block has a unit for itself. Measured, B1 32/8, 512 tokens: 7.2
+  // us from 7.6.
+  int one_sequence_whole_tiles = 32;
   // Fewer segments than processors are cut into equally many whole parts each while at most this
-  // share of the processors is idle. The whole: always. Measured: B3 32/8, 12 of 132 idle, takes
-  // 1.18 times as long over the read limit as B4, 4 idle.
-  int equal_parts_most_idle = 10000;
+  // share of the processors is idle. Measured, 8192 tokens: B6 32/8 (36 of 132 idle) 57.1 us from
+  // 62.1, B12 100.4 from 109.8, B48 364 from 386; but B4 (4 idle) 42.1 from 38.7.
+  int equal_parts_most_idle = 500;
   // Batch-invariant: tiles that a unit takes besides its own where rings are paired.
   int invariant_unit_cost = 8;
   // Batch-invariant: log2 of the tiles in a short sequence's chunk. Measured: the end of a chunk
@@ -86,6 +90,7 @@ constexpr TuningNumber kTuningNumbers[] = {
     {"unit_cost_least_segments", &Tuning::unit_cost_least_segments, 0, 100000},
     {"least_tiles_of_token_lane", &Tuning::least_tiles_of_token_lane, 1, 64},
     {"one_sequence_most_idle", &Tuning::one_sequence_most_idle, 0, 10000},
+    {"one_sequence_whole_tiles", &Tuning::one_sequence_whole_tiles, 1, 1024},
     {"equal_parts_most_idle", &Tuning::equal_parts_most_idle, 0, 10000},
     {"invariant_unit_cost", &Tuning::invariant_unit_cost, 0, 64},
     {"invariant_chunk_shift", &Tuning::invariant_chunk_shift, 0, 6},
@@ -112,11 +117,12 @@ constexpr CardTuning kTunings[] = {
          /*many_sequences=*/2000,
          /*unit_cost=*/2,
          /*unit_cost_of_token_lane=*/2,
-         /*most_unit_cost=*/8,
+         /*most_unit_cost=*/16,
          /*unit_cost_least_segments=*/5000,
          /*least_tiles_of_token_lane=*/1,
-         /*one_sequence_most_idle=*/1667,
-         /*equal_parts_most_idle=*/10000,
+         /*one_sequence_most_idle=*/3000,
+         /*one_sequence_whole_tiles=*/32,
+         /*equal_parts_most_idle=*/500,
          /*invariant_unit_cost=*/8,
          /*invariant_chunk_shift=*/3,
          /*invariant_chunk_shift_of_short_rows=*/4,
