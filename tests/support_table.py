@@ -117,13 +117,9 @@ def cuda_kernels() -> str:
         num_rows = ", ".join(map(str, rows_of)) if len(set(rows_of)) > 1 else str(rows_of[0])
         cores = "tensor cores" if is_tuned else "CUDA cores"
         rows.append([name_of(dtype), name_of(cache_dtype), *cells, cores, num_rows])
-    header = [
-        "q",
-        "cache",
-        *(f"D = {span}" for span, *_ in runs),
-        "computed on",
-        "rows a pass (by D)",
-    ]
+    dims = ", ".join(str(own) for _, own, _ in runs[1::2])
+    spans = [f"D = {span}" for span, *_ in runs]
+    header = ["q", "cache", *spans, "computed on", f"rows a pass (D = {dims})"]
     return table(header, rows)
 
 
