@@ -113,13 +113,10 @@ def cuda_kernels() -> str:
         for _, own, is_own in runs:
             variant = "tuned" if is_tuned and is_own else "general"
             cells.append(variant if is_own else f"{variant}, as {own}")
-        rows_of = [8 * kernel_of(dtype, cache_dtype, own).row_tiles for _, own, _ in runs[1::2]]
-        num_rows = ", ".join(map(str, rows_of)) if len(set(rows_of)) > 1 else str(rows_of[0])
+        num_rows = 8 * kernel_of(dtype, cache_dtype, 128).row_tiles
         cores = "tensor cores" if is_tuned else "CUDA cores"
         rows.append([name_of(dtype), name_of(cache_dtype), *cells, cores, num_rows])
-    dims = ", ".join(str(own) for _, own, _ in runs[1::2])
-    spans = [f"D = {span}" for span, *_ in runs]
-    header = ["q", "cache", *spans, "computed on", f"rows a pass (D = {dims})"]
+    header = ["q", "cache", *(f"D = {span}" for span, *_ in runs), "computed on", "rows a pass"]
     return table(header, rows)
 
 
@@ -172,7 +169,7 @@ def architectures() -> str:
 
 
 def page() -> str:
-    invariant_rows = 8 * heuristics.choose(heads=(71, 1), batch_invariant=True).row_tiles
+    rows = 8 * kernel_of(torch.float16, torch.float16, 128).row_tiles
     fp32_rows = 8 * kernel_of(torch.float32, torch.float32, 128).row_tiles
     return f"""# What is supported
 
@@ -214,10 +211,10 @@ sequences.
 - Head dims without a CUDA kernel of their own: rows are padded with zeros in shared memory. Nothing
   more is read from the pool, but shared memory and arithmetic are those of the larger head dim.
 - fp32 on CUDA is computed on CUDA cores, one product at a time.
-- Rows are query tokens times H / G. As many of a KV head as the table says share one reading of K
-  and V on CUDA (with `batch_invariant` {fp32_rows} where H / G is at most {fp32_rows}, else
-  {invariant_rows}); more take several passes, each reading K and V again. Ragged calls without
-  `max_query_len` are laid out for their mean.
+- Rows are query tokens times H / G. Up to {rows} of a KV head ({fp32_rows} in fp32, and with
+  `batch_invariant` where H / G is at most {fp32_rows}) share one reading of K and V on CUDA; more
+  take several passes, each reading K and V again. Ragged calls without `max_query_len` are laid out
+  for their mean.
 - `batch_invariant` on CUDA adds up each sequence in chunks and cuts it between them only, where
   other calls cut wherever it suits the batch. That costs time, most where sequences are short or
   few: `python -m benchmarks.decode --variants invariant` measures how much. A sequence's chunks

@@ -72,7 +72,6 @@ constexpr KernelShape kKernelShapes[] = {
     {64, 2, 2, 8, 1, 4},
     {64, 2, 2, 4, 2, 4},
     {128, 2, 2, 8, 1, 2},
-    {128, 2, 2, 2, 4, 4},
     {128, 2, 2, 4, 2, 4},
     {256, 2, 2, 4, 1, 2},
     {256, 2, 2, 4, 2, 2},
@@ -183,12 +182,11 @@ constexpr bool exists(const KernelShape& shape, Variant variant) {
     case Variant::kGeneral:
       return true;
     case Variant::kInvariant:
-      return shape.cache_bytes == 2 && is_large(shape) && can_keep_leaves(shape.head_dim) &&
-             shape.row_tiles <= 2;
+      return shape.cache_bytes == 2 && is_large(shape) && can_keep_leaves(shape.head_dim);
     case Variant::kPlain:
       return shape.cache_bytes == 2 || (shape.cache_bytes == 1 && is_large(shape));
     case Variant::kOne:
-      return shape.cache_bytes == 2 && is_large(shape) && shape.row_tiles <= 2;
+      return shape.cache_bytes == 2 && is_large(shape);
   }
   return false;
 }
@@ -257,11 +255,8 @@ inline DecodeConfig choose_decode_config(const DecodeParams& p, const DeviceLimi
       (p.batch_invariant ? group : rows) > kTileRows && element_bytes == 2 ? 2 : 1;
   bool has_one = false;
   for (const KernelShape& shape : kKernelShapes) {
-    // Four row tiles spare those who have the rows another pass over K and V.
-    const bool has_rows = shape.row_tiles == row_tiles ||
-                          (shape.row_tiles == 4 && rows > 2 * kTileRows && !p.batch_invariant);
     const bool fits = shape.head_dim >= p.head_dim && shape.element_bytes == element_bytes &&
-                      shape.cache_bytes == cache_bytes && has_rows;
+                      shape.cache_bytes == cache_bytes && shape.row_tiles == row_tiles;
     // The first shape that is wide enough says how wide; of these the first that the device can
     // hold.
     if (!fits || config.rings > 0) continue;
