@@ -14,7 +14,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,8 +210,7 @@ def measure(work: Work, device: str, repeats: int) -> dict[str, Any]:
         elif entry["problem"] is None:
             timings = harness.time_calls(calls(work, device), layers, repeats)
     except Exception as error:  # one op's failure must not end the table
-        text = " ".join(str(error).split()).replace(str(Path.home()), "~")[-300:]
-        entry["problem"] = f"failed: {type(error).__name__}: {text}"
+        entry["problem"] = report.failure(error)
     if timings:
         entry |= timings["ours"].as_dict()
     return {

@@ -13,7 +13,6 @@ import itertools
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,8 +73,7 @@ def prepare(peer: Peer, problem: Problem) -> tuple[Entry, Call | Captured | None
     except Unsupported as reason:
         return Entry(problem=f"unsupported: {reason}"), None
     except Exception as error:  # a peer's own failure must not end the table
-        text = " ".join(str(error).split()).replace(str(Path.home()), "~")[-300:]
-        return Entry(problem=f"failed: {type(error).__name__}: {text}"), None
+        return Entry(problem=report.failure(error)), None
     return entry, None if entry.problem else timed
 
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -236,6 +237,12 @@ class Table:
         widths = (8, 9, 9, 7, 7, 7)
         parts = [f"{text:>{width}s}" for text, width in zip(fields, widths, strict=True)]
         return " ".join([f"{name:{self._name_width}s}", *parts, *columns]).rstrip()
+
+
+def failure(error: Exception) -> str:
+    """What is told of an error: its last 300 characters, file names without their folders."""
+    text = re.sub(r"/\S+/", "…/", " ".join(str(error).split()))
+    return f"failed: {type(error).__name__}: {text[-300:]}"
 
 
 def _ratio(value: float | None) -> str:

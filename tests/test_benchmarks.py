@@ -306,3 +306,11 @@ def test_documented_commands_can_be_given(
     options = parse_arguments(["--device", "cuda", *shlex.split(arguments)])
     assert options.chosen_cells
     assert not options.left_out
+
+
+def test_failures_are_told_without_folders() -> None:
+    error = RuntimeError("no\n  kernel (at /home/someone/cache/kernel.cu:3) " + "x" * 400)
+    assert report.failure(RuntimeError("no\n  kernel at /a/b c/d.cu:3")) == (
+        "failed: RuntimeError: no kernel at …/b c/d.cu:3"
+    )
+    assert report.failure(error) == "failed: RuntimeError: " + "x" * 300

@@ -15,6 +15,11 @@ namespace paged_attn::cuda {
 // the call.
 size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& config);
 
+// The part of it that is read before it was written, whatever it holds: counters of arrivals.
+// Filled before the call, they keep compute-sanitizer's initcheck from taking that for a mistake.
+cudaError_t fill_counters(const DecodeParams& params, const DecodeConfig& config, void* scratch,
+                          cudaStream_t stream);
+
 // Whether the kernels that this device runs were compiled for programmatic dependent launch: code
 // for an older architecture, compiled at load time for a newer device, was not.
 cudaError_t has_dependent_launch(bool& answer);

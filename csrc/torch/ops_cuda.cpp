@@ -253,6 +253,9 @@ struct CudaBackend {
     }
     const auto bytes = static_cast<int64_t>(cuda::decode_scratch_bytes(params, config));
     const Scratch scratch(arguments.q, bytes);
+    if (checks_enabled()) {
+      check_cuda(cuda::fill_counters(params, config, scratch.data(), scope.stream()), arguments.op);
+    }
     check_cuda(cuda::decode(params, new_tokens, early_start().load(std::memory_order_relaxed),
                             config, scope.limits(), scratch.data(), scope.stream()),
                arguments.op);

@@ -89,6 +89,13 @@ size_t decode_scratch_bytes(const DecodeParams& params, const DecodeConfig& conf
   return ScratchLayout(params, config).bytes;
 }
 
+cudaError_t fill_counters(const DecodeParams& params, const DecodeConfig& config, void* scratch,
+                          cudaStream_t stream) {
+  const ScratchLayout layout(params, config);
+  return cudaMemsetAsync(static_cast<uint8_t*>(scratch) + layout.arrivals, 0xff,
+                         layout.prefix_chunks - layout.arrivals, stream);
+}
+
 cudaError_t decode(const DecodeParams& params, const WriteKvParams* new_tokens, bool starts_early,
                    const DecodeConfig& config, const DeviceLimits& limits, void* scratch,
                    cudaStream_t stream) {
