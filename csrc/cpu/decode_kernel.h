@@ -12,8 +12,10 @@ namespace paged_attn::cpu {
 namespace {
 
 // Rows of K or V that are read between two switches to another KV head: enough for the head's
-// outputs to pay, few enough for the first level cache.
-constexpr int64_t kStepTokens = 32;
+// outputs to pay, few enough for memory to be read nearly in its order, which hardware prefetchers
+// follow (measured with AVX-512: B8 32/8 1k bf16 1.77 ms from 1.90 with 32 rows; 4 rows cost head
+// dim 64 8 %).
+constexpr int64_t kStepTokens = 8;
 constexpr int64_t kMostTokensAtOnce = 8;
 
 // What attend works in. Arrays are over the piece's (KV head, row) pairs.
