@@ -283,6 +283,14 @@ KERNELS = [
         "return true;",
         "test_cuda_scratch.py::test_scratch_may_hold_anything[None-dtype0-plain]",
     ),
+    WIDE(
+        "cuda_count_stays_within_reach",
+        "what a replay leaves in scratch is no start for the next",
+        f"{DECODE}/barriers.cuh",
+        "    if (is_last) *word_ = start_ + kOutOfReach;\n",
+        "",
+        "test_cuda_scratch.py::test_replays_with_more_and_more_parts[plain]",
+    ),
     HALF(
         "cuda_decode_does_not_wait",
         "decode starts when all that was before it is done",

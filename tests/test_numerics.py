@@ -182,9 +182,8 @@ def test_lengths_without_keys(
 
 @pytest.mark.parametrize("query_len", [None, 2])
 def test_many_lengths_without_keys(draw: Draw, device: str, query_len: int | None) -> None:
-    """More of them than a block has threads or a device has processors; good ones in between, and
-    lengths past the table's end."""
-    kinds = [draw.rng.choice("--00b1") for _ in range(700)]
+    """On CUDA more than 32 a block; good ones in between, and lengths past the table's end."""
+    kinds = draw.rng.choices("-0b1", [4, 4, 2, 1], k=400 if device == "cpu" else 9000)
     lens = [draw.rng.randint(1, 40) if kind == "1" else 0 for kind in kinds]
     case = build(draw, lens, query_len=query_len, num_heads=3, num_kv_heads=1)
     beyond = case.block_tables.shape[1] * case.k_cache.shape[1] + 1

@@ -53,8 +53,8 @@ class GroupBarrier {
 };
 
 // Counts arrivals at a word that may hold anything before the first: from a number of the call's
-// own on, which what lies there is not within reach of but by a chance of 1 in 2^50. The last to
-// arrive takes the word out of reach again, for a graph's next replay has the same number.
+// own on, which what lies there is not within reach of but by a chance of 1 in 2^54 a word. The
+// last to arrive takes the word out of reach again, for a graph's next replay has the same number.
 class ArrivalCounter {
  public:
   __device__ __forceinline__ ArrivalCounter(uint64_t* word, uint64_t start)
@@ -101,7 +101,7 @@ class ArrivalCounter {
 
  private:
   static constexpr uint64_t kOutOfReach = uint64_t{1} << 63;
-  static constexpr uint64_t kMost = 1 << 14;  // more than there are blocks or chunks
+  static constexpr uint64_t kMost = 1 << 10;  // more than there are blocks or chunks
 
   __device__ __forceinline__ bool is_count(uint64_t found) const { return found - start_ < kMost; }
 
