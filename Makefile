@@ -83,13 +83,13 @@ sanitize: build
 
 # Every CUDA kernel of ours under compute-sanitizer, in the Python that runs. No filter by name: with
 # one, racecheck fails inside on some kernels, and the tests run no kernels but ours. Without PyTorch's
-# cache of memory each tensor has bounds of its own, and holds nothing until it is written; with checks
-# on that is so of decode's scratch but for what may hold anything.
+# cache of memory each tensor has bounds of its own, and holds nothing until it is written. Only what
+# decode's scratch may hold anything in is filled then.
 SANITIZER = compute-sanitizer --error-exitcode 1
 EVERY_KERNEL = $(PYTHON) -m pytest -q -m gpu tests/test_every_kernel.py
 sanitize-gpu:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck $(EVERY_KERNEL)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PAGED_ATTN_CHECK=1 $(SANITIZER) --tool initcheck $(EVERY_KERNEL)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PAGED_ATTN_FILL_COUNTERS=1 $(SANITIZER) --tool initcheck $(EVERY_KERNEL)
 	$(SANITIZER) --tool racecheck $(EVERY_KERNEL)
 	$(SANITIZER) --tool synccheck --num-cuda-barriers 65536 $(EVERY_KERNEL)
 

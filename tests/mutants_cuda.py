@@ -101,8 +101,8 @@ KERNELS = [
         "cuda_split_merge_of_other_parts",
         "parts are weighed by their own maxima",
         f"{DECODE}/state_sums.cuh",
-        "__shfl_sync(~0u, weights[j], i * 8 + row)",
-        "__shfl_sync(~0u, weights[j], row)",
+        "weight_of_difference(more[i].max, max, params_.scale_log2)",
+        "weight_of_difference(more[0].max, max, params_.scale_log2)",
         "test_options.py::test_split_contexts[cuda-None-plain-lens0]",
     ),
     HALF(

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <limits>
 #include <list>
 #include <mutex>
@@ -44,6 +45,12 @@ std::atomic<bool>& early_start() {
 }
 
 bool set_early_start(bool enabled) { return early_start().exchange(enabled); }
+
+// For compute-sanitizer's initcheck: see fill_counters().
+bool fills_counters() {
+  static const bool fills = std::getenv("PAGED_ATTN_FILL_COUNTERS") != nullptr;
+  return fills;
+}
 
 // For benchmarks/tune.py and tests: what counts instead of the table of tuning.h, if not null.
 std::atomic<const cuda::Tuning*>& tuning_in_place_of_the_table() {
@@ -253,7 +260,7 @@ struct CudaBackend {
     }
     const auto bytes = static_cast<int64_t>(cuda::decode_scratch_bytes(params, config));
     const Scratch scratch(arguments.q, bytes);
-    if (checks_enabled()) {
+    if (fills_counters()) {
       check_cuda(cuda::fill_counters(params, config, scratch.data(), scope.stream()), arguments.op);
     }
     check_cuda(cuda::decode(params, new_tokens, early_start().load(std::memory_order_relaxed),

@@ -11,12 +11,10 @@ namespace paged_attn::cuda {
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, Variant kVariant>
 class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> {
   using Sums = StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant>;
-  using Sums::kPieceFloats;
-  using Sums::kPiecesARow;
   using Sums::kStateFloats;
   using Sums::kWidth;
   using typename Sums::Destination;
-  using typename Sums::Piece;
+  using typename Sums::RowOutputs;
 
  public:
   using Math = TileMath<T, C, kHeadDim>;
@@ -24,10 +22,10 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
   using Sums::groups;
   using typename Sums::Shared;
 
-  // So many pieces find room beside the sums of the parts.
+  // So many rows find room beside the sums of the parts.
   static constexpr int places_in(int bytes) {
     return (bytes - kMostParts * kTileRows * static_cast<int>(sizeof(RowSums))) /
-           (kPieceFloats * static_cast<int>(sizeof(float)));
+           (kHeadDim * static_cast<int>(sizeof(float)));
   }
   static constexpr int kMostParts = 16;
 
@@ -65,15 +63,17 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
     meet();
     const auto sums = [&](int t, int row) { return shared_.states[warp_index(t)][row]; };
     const auto outputs = [&](int t, int own) {
-      const int piece = this->piece(own);
-      const int place = this->permuted(piece / kPiecesARow, piece * kPieceFloats + lane_ * kWidth);
-      return Piece::load(this->kept_outputs(t) + place);
+      const int row = this->row_of(own);
+      return RowOutputs::load(this->kept_outputs(t) +
+                              this->permuted(row, row * kHeadDim + lane_ * kWidth));
     };
     if (params_.max_chunks > 0) {
       finish_chunk(rows, lanes_used, sums, outputs, target);
     } else {
-      this->template add_up<kRings>(rows, 0, this->own_pieces(rows), lanes_used, sums, outputs,
-                                    results_.destination(target));
+      this->write_rows(rows, 0, this->own_rows(rows), results_.destination(target),
+                       [&](int own, RowSums& total) {
+                         return this->add_up(own, lanes_used, total, sums, outputs);
+                       });
     }
     if (!can_be_late()) meet();
   }
@@ -114,7 +114,7 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
 
   // Once, when all segments are done: announces this block's parts, and merges the units that it
   // announced the last of. Not earlier: a release while loads are in flight would wait for them.
-  // Each warp adds up its own pieces, by way of its ring, which is empty by then.
+  // Each warp adds up its own rows, by way of its ring, which is empty by then.
   __device__ __forceinline__ void merge_cut_units() {
     unsigned ends = this->own_cut_ends();
     if (ends == 0) return;
@@ -224,34 +224,30 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
     const int half = (params_.token_lanes + 1) / 2;
     const Destination to = results_.destination(target);
 #pragma unroll 1
-    for (int own = 0; own < this->own_pieces(rows); ++own) {
-      const int row = this->row_of(own), piece_of_row = this->piece(own) % kPiecesARow;
+    for (int own = 0; own < this->own_rows(rows); ++own) {
+      const int row = this->row_of(own);
       RowSums sums;
-      Piece total = this->fold(own, 0, min(half, lanes_used), sums, sums_of, outputs_of);
+      RowOutputs total = this->fold(own, 0, min(half, lanes_used), sums, sums_of, outputs_of);
       if (lanes_used > half) {
         RowSums more;
-        const Piece second = this->fold(own, half, lanes_used, more, sums_of, outputs_of);
+        const RowOutputs second = this->fold(own, half, lanes_used, more, sums_of, outputs_of);
         total.take_in(second, Fold(sums, more, params_.scale_log2));
       }
       RowSums& unit_sums = shared_.unit_sums[warp_index(token_lane_)][row];
-      float* const unit_outputs =
-          this->unit_outputs() + this->piece(own) * kPieceFloats + lane_ * kWidth;
+      float* const unit_outputs = this->unit_outputs() + row * kHeadDim + lane_ * kWidth;
       if (target.joins()) {
         const RowSums leaves = sums;
-        const Piece chunk = total;
+        const RowOutputs chunk = total;
         sums = unit_sums;
-        total = Piece::load(unit_outputs);
+        total = RowOutputs::load(unit_outputs);
         total.take_in(chunk, Fold(sums, leaves, params_.scale_log2));
       }
       if (target.stays()) {
         total.store(unit_outputs);
         __syncwarp();
-        // Where this warp has all of the row's pieces they all join the same.
-        const bool is_last = params_.token_lanes > 1 || piece_of_row == kPiecesARow - 1;
-        if (lane_ == 0 && is_last) unit_sums = sums;
+        if (lane_ == 0) unit_sums = sums;
       } else {
-        const bool writes = lane_ == 0 && piece_of_row == 0;
-        this->write(results_.finish_row(rows, row, sums, writes, to), own, 0, total, to);
+        this->write_row(rows, own, 0, sums, total, to);
       }
     }
   }
@@ -279,11 +275,11 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
     const int bytes = ring_part_bytes(ring_bytes_, kRowTiles) / 2;
     merge.sums = reinterpret_cast<RowSums*>(this->ring_part() + end * bytes);
     merge.outputs = reinterpret_cast<float*>(merge.sums + kMostParts * kTileRows);
-    merge.own_pieces = this->own_pieces(merge.rows);
-    merge.pieces = merge.own_pieces;
+    merge.own_rows = this->own_rows(merge.rows);
+    merge.rows_at_once = merge.own_rows;
     merge.most = min(merge.parts.count, kMostParts);
-    if (merge.pieces * merge.most > places_in(bytes)) {
-      merge.pieces = 1;
+    if (merge.rows_at_once * merge.most > places_in(bytes)) {
+      merge.rows_at_once = 1;
       merge.most = min(places_in(bytes), kMostParts);
     }
     return merge;
@@ -291,20 +287,20 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
 
   // `sends`: only the first copies start.
   __device__ __forceinline__ void merge_unit(const Merge& merge, bool sends) const {
-    const auto& [rows, parts, all_sums, all_outputs, own_pieces, pieces, most] = merge;
+    const auto& [rows, parts, all_sums, all_outputs, own_rows, rows_at_once, most] = merge;
     const auto sums_of = [&](int i, int row) { return merge.sums[i * kTileRows + row]; };
 #pragma unroll 1
-    for (int piece = 0; piece < own_pieces; piece += pieces) {
+    for (int first = 0; first < own_rows; first += rows_at_once) {
       const auto outputs_of = [&](int i, int own) {
-        return Piece::load(merge.outputs + (i * merge.pieces + own - piece) * kPieceFloats +
-                           lane_ * kWidth);
+        return RowOutputs::load(merge.outputs + (i * merge.rows_at_once + own - first) * kHeadDim +
+                                lane_ * kWidth);
       };
 #pragma unroll 1
       for (int done = 0; done < parts.count;) {
         const int carried = done > 0;
         const int count = carried + min(most - carried, parts.count - done);
-        if (sends || piece + done > 0) {
-          copy_parts(rows, parts, done - carried, carried, count, piece, pieces, all_sums,
+        if (sends || first + done > 0) {
+          copy_parts(rows, parts, done - carried, carried, count, first, rows_at_once, all_sums,
                      all_outputs);
           if (sends) return;
         }
@@ -313,20 +309,18 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
         if (done < parts.count) to = {all_outputs, all_sums, true};
         wait_copies<0>();
         __syncwarp();
-        if (params_.max_chunks > 0) {
-          fold_parts(rows, piece, piece + pieces, count, sums_of, outputs_of, to);
-        } else {
-          this->template add_up<kMostParts>(rows, piece, piece + pieces, count, sums_of, outputs_of,
-                                            to);
-        }
+        this->write_rows(rows, first, first + rows_at_once, to, [&](int own, RowSums& total) {
+          return params_.max_chunks > 0 ? this->fold(own, 0, count, total, sums_of, outputs_of)
+                                        : this->add_up(own, count, total, sums_of, outputs_of);
+        });
         __syncwarp();
       }
     }
   }
 
-  // Parts first + [begin, end) to places [begin, end), of this warp's pieces so many from one on.
+  // Parts first + [begin, end) to places [begin, end), of this warp's rows so many from one on.
   __device__ __forceinline__ void copy_parts(const RowTile& rows, const Parts& parts, int first,
-                                             int begin, int end, int piece, int pieces,
+                                             int begin, int end, int first_row, int rows_at_once,
                                              RowSums* sums, float* outputs) const {
     const int row = lane_ & 7;
 #pragma unroll 1
@@ -334,13 +328,16 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
       copy_async(shared_address(sums + i * kTileRows + row),
                  params_.partial_sums + parts[first + i] * kTileRows + row, rows.exists(row));
     }
-    if (lane_ < kPieceFloats / 4) {
+    constexpr int kVectors = kHeadDim / 4;  // of a row: 16 bytes
+#pragma unroll
+    for (int all = 0; all < kVectors; all += 32) {
+      if (all + lane_ >= kVectors) break;
 #pragma unroll 1
-      for (int own = 0; own < pieces; ++own) {
-        const float* from =
-            params_.partial_outputs + this->piece(piece + own) * kPieceFloats + lane_ * 4;
-        uint32_t to = shared_address(outputs + (begin * pieces + own) * kPieceFloats + lane_ * 4);
-        const uint32_t step = pieces * kPieceFloats * 4;
+      for (int own = 0; own < rows_at_once; ++own) {
+        const int d = (all + lane_) * 4;
+        const float* from = params_.partial_outputs + this->row_of(first_row + own) * kHeadDim + d;
+        uint32_t to = shared_address(outputs + (begin * rows_at_once + own) * kHeadDim + d);
+        const uint32_t step = rows_at_once * kHeadDim * 4;
         int i = begin;
         if (first + begin == 0) {
           copy_async(to, from + parts.first * kStateFloats, true);
@@ -362,22 +359,6 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
       }
     }
     commit_copies();
-  }
-
-  template <typename SumsOf, typename OutputsOf>
-  __device__ __forceinline__ void fold_parts(const RowTile& rows, int first, int end, int count,
-                                             const SumsOf& sums_of, const OutputsOf& outputs_of,
-                                             const Destination& to) const {
-#pragma unroll 1
-    for (int own = first; own < end; ++own) {
-      RowSums sums;
-      Piece total = this->fold(own, 0, count, sums, sums_of, outputs_of);
-      __syncwarp();
-      const bool is_last = own + 1 == end || this->row_of(own + 1) != this->row_of(own);
-      const bool writes = to.is_carried ? is_last : this->piece(own) % kPiecesARow == 0;
-      this->write(results_.finish_row(rows, this->row_of(own), sums, lane_ == 0 && writes, to), own,
-                  own - first, total, to);
-    }
   }
 
   using Sums::head_lane_;

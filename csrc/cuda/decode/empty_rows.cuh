@@ -28,10 +28,12 @@ __device__ __forceinline__ void fill_rows(const DecodeParams& p, int64_t b, int6
     T* row = static_cast<T*>(p.out) + b * p.out_strides.batch + token * p.out_strides.token +
              head * p.out_strides.head;
     if (reinterpret_cast<uintptr_t>(row) % 16 == 0) {
+#pragma unroll 1
       for (int64_t d = lane * kVector; d < p.head_dim; d += 32 * kVector) {
         *reinterpret_cast<uint4*>(row + d) = make_uint4(word, word, word, word);
       }
     } else {
+#pragma unroll 1
       for (int64_t d = lane; d < p.head_dim; d += 32) row[d] = value;
     }
     if (p.lse != nullptr && lane == 0) {

@@ -9,10 +9,12 @@
 
 namespace paged_attn::cuda {
 
-// One block's share. The params hold no other of decode's options than kVariant is for.
+// One block's share; the first kThreads sequences are left in `staged`. The params hold no other of
+// decode's options than kVariant is for.
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages,
           Variant kVariant>
-__device__ __forceinline__ void decode_share(const DeviceParams& params) {
+__device__ __forceinline__ void decode_share(const DeviceParams& params,
+                                             Sequence (&staged)[32 * kRings * kRowTiles]) {
   constexpr int kThreads = 32 * kRings * kRowTiles;
   constexpr int kRowsAPass = kTileRows * kRowTiles;
   constexpr bool kHasWindow = kVariant == Variant::kGeneral;
@@ -44,7 +46,6 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   // early.
   if (!params.overlaps) wait_for_kernel_before();
   let_next_kernel_start();
-  __shared__ Sequence staged[kThreads];
   __shared__ Share kept_share;
   Share share;
   if constexpr (kIsOne) {
@@ -52,16 +53,7 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   } else {
     share = find_share<kThreads, kRowsAPass>(params, staged, kept_share);
   }
-  const auto fill_empty = [&] {
-    fill_empty_sequences<T, kThreads>(params.decode, [&](int64_t b) {
-      return b < kThreads ? staged[b] : load_sequence(params, b);
-    });
-  };
-  if (share.begin >= share.end) {
-    wait_for_kernel_before();
-    fill_empty();
-    return;
-  }
+  if (share.begin >= share.end) return;
 
   Stream stream(params, share, staged, shared + ring * kRingBytes, head_lane, token_lane, row_tile,
                 lane);
@@ -202,7 +194,18 @@ __device__ __forceinline__ void decode_share(const DeviceParams& params) {
   wait_copies<0>();
   wait_for_kernel_before();
   combine.merge_cut_units();
-  fill_empty();
+}
+
+template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages,
+          Variant kVariant>
+__device__ __forceinline__ void decode_block(const DeviceParams& params) {
+  constexpr int kThreads = 32 * kRings * kRowTiles;
+  __shared__ Sequence staged[kThreads];
+  decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>(params, staged);
+  wait_for_kernel_before();
+  fill_empty_sequences<T, kThreads>(params.decode, [&](int64_t b) {
+    return b < kThreads ? staged[b] : load_sequence(params, b);
+  });
 }
 
 template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int kStages,
@@ -210,7 +213,7 @@ template <typename T, typename C, int kHeadDim, int kRings, int kRowTiles, int k
 __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
     decode_kernel(const __grid_constant__ DeviceParams params) {
   if constexpr (kVariant == Variant::kGeneral) {
-    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>(params);
+    decode_block<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>(params);
   } else {
     DeviceParams fewer = params;
     leave_out_options<kVariant>(fewer,
@@ -220,7 +223,7 @@ __global__ void __launch_bounds__(32 * kRings * kRowTiles, 1)
       fewer.token_lanes = kRings;
       fewer.token_lanes_shift = log2_of(kRings);
     }
-    decode_share<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>(fewer);
+    decode_block<T, C, kHeadDim, kRings, kRowTiles, kStages, kVariant>(fewer);
   }
 }
 

@@ -1,6 +1,6 @@
 // Where the merges keep what: in shared memory behind the rings, and in scratch. A state is the
-// sums of a warp's rows: RowSums of each, and its outputs, row by row. What is added up at once are
-// pieces of a row: some neighbouring outputs for each lane.
+// sums of a warp's rows: RowSums of each, and its outputs, row by row. They are added up by rows,
+// of which each lane has some neighbouring outputs.
 #pragma once
 
 #include "mma_fp8.cuh"
@@ -35,13 +35,13 @@ struct Merge {
   Parts parts;
   RowSums* sums;  // half of the warp's ring
   float* outputs;
-  int own_pieces;
-  int pieces, most;  // so many of them and of the parts at a time
+  int own_rows;
+  int rows_at_once, most;  // so many of them and of the parts at a time
 };
 
-// One lane's outputs of a piece.
+// One lane's outputs of a row.
 template <int kWidth>
-struct alignas(4 * kWidth) Outputs {
+struct alignas(kWidth < 4 ? 4 * kWidth : 16) Outputs {
   float values[kWidth];
 
   __device__ __forceinline__ static Outputs load(const float* from) {
@@ -71,11 +71,9 @@ class MergePlaces {
  public:
   static constexpr int kWarps = kRings * kRowTiles;
   static constexpr int kSlotBytes = slot_bytes(kHeadDim, sizeof(T), sizeof(C), kRowTiles);
-  static constexpr int kWidth = kHeadDim <= 64 ? 2 : 4;
-  static constexpr int kPieceFloats = 32 * kWidth;
-  static constexpr int kPiecesARow = kHeadDim / kPieceFloats;
+  static constexpr int kWidth = kHeadDim / 32;
   static constexpr int kStateFloats = kTileRows * kHeadDim;
-  using Piece = Outputs<kWidth>;
+  using RowOutputs = Outputs<kWidth>;
 
   // Behind the rings in shared memory.
   struct Shared {
@@ -121,12 +119,12 @@ class MergePlaces {
     return first_block * params_.head_lanes + head_lane_;
   }
 
-  // Merging is shared out by pieces: every token_lanes-th is this warp's.
-  __device__ __forceinline__ int own_pieces(const RowTile& rows) const {
+  // Merging is shared out by rows: every token_lanes-th is this warp's.
+  __device__ __forceinline__ int own_rows(const RowTile& rows) const {
     const int others = params_.token_lanes - 1 - token_lane_;
-    return (rows.count() * kPiecesARow + others) >> params_.token_lanes_shift;
+    return (rows.count() + others) >> params_.token_lanes_shift;
   }
-  __device__ __forceinline__ int piece(int own) const {
+  __device__ __forceinline__ int row_of(int own) const {
     return token_lane_ + (own << params_.token_lanes_shift);
   }
 

@@ -37,7 +37,7 @@ class Target {
   int packed_ = 1;  // to the rows
 };
 
-// As one warp writes them, a piece of a row at a time.
+// As one warp writes them, a row at a time.
 template <typename T, int kHeadDim, int kWidth>
 class Results {
  public:
@@ -60,13 +60,6 @@ class Results {
   struct Row {
     float factor;  // that its outputs are multiplied by
     T* out;        // where they go; null: there is no such row
-
-    // Each lane has one: that of lane `lane`.
-    __device__ __forceinline__ Row of_lane(int lane) const {
-      const auto address = reinterpret_cast<unsigned long long>(out);
-      return {__shfl_sync(~0u, factor, lane),
-              reinterpret_cast<T*>(__shfl_sync(~0u, address, lane))};
-    }
   };
 
   // `writes`: this lane also writes the row's sums, or lse.
@@ -98,16 +91,21 @@ class Results {
   __device__ __forceinline__ void write(const Row& row, int d,
                                         const Outputs<kWidth>& outputs) const {
     if (d >= params_.decode.head_dim) return;
-    struct alignas(kWidth * sizeof(T)) Elements {
-      T values[kWidth];
-    } elements;
+    constexpr int kVector = kWidth < 4 ? kWidth : 4;
+    struct alignas(kVector * sizeof(T)) Elements {
+      T values[kVector];
+    };
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) store(outputs.values[i], elements.values[i]);
-    if (params_.out_is_aligned) {
-      *reinterpret_cast<Elements*>(row.out + d) = elements;
-    } else {
+    for (int i = 0; i < kWidth; i += kVector) {
+      Elements elements;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) row.out[d + i] = elements.values[i];
+      for (int k = 0; k < kVector; ++k) store(outputs.values[i + k], elements.values[k]);
+      if (params_.out_is_aligned) {
+        *reinterpret_cast<Elements*>(row.out + d + i) = elements;
+      } else {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) row.out[d + i + k] = elements.values[k];
+      }
     }
   }
 
