@@ -287,57 +287,67 @@ class Combiner : private StateSums<T, C, kHeadDim, kRings, kRowTiles, kVariant> 
 
   // `sends`: only the first copies start.
   __device__ __forceinline__ void merge_unit(const Merge& merge, bool sends) const {
-    const auto& [rows, parts, all_sums, all_outputs, own_rows, rows_at_once, most] = merge;
+    const int at_once = merge.rows_at_once;
     const auto sums_of = [&](int i, int row) { return merge.sums[i * kTileRows + row]; };
 #pragma unroll 1
-    for (int first = 0; first < own_rows; first += rows_at_once) {
+    for (int first = 0; first < merge.own_rows; first += at_once) {
       const auto outputs_of = [&](int i, int own) {
-        return RowOutputs::load(merge.outputs + (i * merge.rows_at_once + own - first) * kHeadDim +
+        return RowOutputs::load(merge.outputs + (i * at_once + own - first) * kHeadDim +
                                 lane_ * kWidth);
       };
 #pragma unroll 1
-      for (int done = 0; done < parts.count;) {
+      for (int done = 0; done < merge.parts.count;) {
         const int carried = done > 0;
-        const int count = carried + min(most - carried, parts.count - done);
+        const int count = carried + min(merge.most - carried, merge.parts.count - done);
         if (sends || first + done > 0) {
-          copy_parts(rows, parts, done - carried, carried, count, first, rows_at_once, all_sums,
-                     all_outputs);
+          copy_parts(merge, done - carried, carried, count, first);
           if (sends) return;
         }
         done += count - carried;
         Destination to;
-        if (done < parts.count) to = {all_outputs, all_sums, true};
+        if (done < merge.parts.count) to = {merge.outputs, merge.sums, true};
         wait_copies<0>();
         __syncwarp();
-        this->write_rows(rows, first, first + rows_at_once, to, [&](int own, RowSums& total) {
-          return params_.max_chunks > 0 ? this->fold(own, 0, count, total, sums_of, outputs_of)
-                                        : this->add_up(own, count, total, sums_of, outputs_of);
-        });
+        // NOTE: one call for both would take a few registers too many of kernels that have none
+        // left.
+        const auto write = [&](const auto& sum_of) {
+          this->write_rows(merge.rows, first, first + at_once, to, sum_of);
+        };
+        if (params_.max_chunks > 0) {
+          write([&](int own, RowSums& total) {
+            return this->fold(own, 0, count, total, sums_of, outputs_of);
+          });
+        } else {
+          write([&](int own, RowSums& total) {
+            return this->add_up(own, count, total, sums_of, outputs_of);
+          });
+        }
         __syncwarp();
       }
     }
   }
 
-  // Parts first + [begin, end) to places [begin, end), of this warp's rows so many from one on.
-  __device__ __forceinline__ void copy_parts(const RowTile& rows, const Parts& parts, int first,
-                                             int begin, int end, int first_row, int rows_at_once,
-                                             RowSums* sums, float* outputs) const {
+  // Parts first + [begin, end) to places [begin, end): of this warp's rows from `first_row` on as
+  // many as go at once.
+  __device__ __forceinline__ void copy_parts(const Merge& merge, int first, int begin, int end,
+                                             int first_row) const {
+    const Parts& parts = merge.parts;
     const int row = lane_ & 7;
 #pragma unroll 1
     for (int i = begin + (lane_ >> 3); i < end; i += 4) {
-      copy_async(shared_address(sums + i * kTileRows + row),
-                 params_.partial_sums + parts[first + i] * kTileRows + row, rows.exists(row));
+      copy_async(shared_address(merge.sums + i * kTileRows + row),
+                 params_.partial_sums + parts[first + i] * kTileRows + row, merge.rows.exists(row));
     }
     constexpr int kVectors = kHeadDim / 4;  // of a row: 16 bytes
 #pragma unroll
     for (int all = 0; all < kVectors; all += 32) {
       if (all + lane_ >= kVectors) break;
 #pragma unroll 1
-      for (int own = 0; own < rows_at_once; ++own) {
+      for (int own = 0; own < merge.rows_at_once; ++own) {
         const int d = (all + lane_) * 4;
         const float* from = params_.partial_outputs + this->row_of(first_row + own) * kHeadDim + d;
-        uint32_t to = shared_address(outputs + (begin * rows_at_once + own) * kHeadDim + d);
-        const uint32_t step = rows_at_once * kHeadDim * 4;
+        const uint32_t step = merge.rows_at_once * kHeadDim * 4;
+        uint32_t to = shared_address(merge.outputs + own * kHeadDim + d) + begin * step;
         int i = begin;
         if (first + begin == 0) {
           copy_async(to, from + parts.first * kStateFloats, true);
